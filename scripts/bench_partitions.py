@@ -185,7 +185,7 @@ def print_pipelines(rows: list[dict[str, Any]], pace: str) -> None:
         )
 
 
-# Wires: there and back, so that both ends are seen by one clock. Half of it is one way.
+# Wires: round trips, which one clock can time; one way is half of it.
 
 
 def wires(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def copy_of_the_tree(folder):
 
 def run(tree, tests, timeout_s):
     """The exit code of pytest on some tests of a tree, or None where they took too long."""
-    # Nothing of a mutant is kept: not its bytecode, whose source changes back within the same second.
+    # No bytecode of a mutant: its source changes back within the same second, which Python would not notice.
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:

@@ -171,7 +171,7 @@ def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[st
             }
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
             command += [sys.executable, __file__, "--worker", folder]
-            # Gloo writes there whom it is connected to.
+            # Gloo prints its connections there.
             children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
         try:
             codes = [child.wait(timeout=1800) for child in children]
@@ -226,7 +226,7 @@ def machines(link: Link, count: int, is_calm: bool = False) -> Iterator[list[str
             if link.rate != "none":
                 shape = f"tbf rate {link.rate} burst 256kb latency {500 + link.round_trip_ms:g}ms"
                 do("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", *shape.split())
-            # Gloo listens where the name of this machine leads to.
+            # Gloo listens at the address of the name of this machine.
             hosts = Path("/etc/netns") / name / "hosts"
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost\n{address(rank)} {os.uname().nodename}\n")

@@ -14,6 +14,7 @@ from unittest import mock
 import bench_ports
 import pytest
 from chaos_parts import goodput
+from test_clusters_parts import check
 
 from jaxche.cli._main import make_parser
 
@@ -176,6 +177,45 @@ def test_what_a_script_in_bash_has_no_option_for_starts_nothing(script):
     assert f"scripts/{script}" in shown
     done = subprocess.run([SCRIPTS / script, "--kep"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", shown)
+
+
+def rounds_of(worlds):
+    """Rounds as tests/multiprocess/resumed.py writes them, two an epoch, of so many ranks."""
+    return [[i, *divmod(6 * i, 12), [6] + [0] * (world - 1), 0] for i, world in enumerate(worlds)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "worlds", "wrong"),
+    [
+        ("elastic", [1, 2], [3] * 4 + [2] * 2, [3] * 5 + [2]),
+        ("replaced", [0, 1], [2] * 4 + [1] + [2] * 19, [2] * 24),
+    ],
+)
+def test_the_checks_of_a_cluster_refuse_other_ranks_and_lost_batches(kind, processes, worlds, wrong, tmp_path):
+    def checked(rounds):
+        for process in processes:
+            (tmp_path / f"{process}.json").write_text(json.dumps({"rounds": rounds}))
+        return check.CHECKS[kind](tmp_path)
+
+    right = rounds_of(worlds)
+    assert f"{len(worlds)} rounds" in checked(right)
+    for rounds in (rounds_of(wrong), [*right, right[-1]], [*right[:-2], right[-1]]):
+        with pytest.raises(AssertionError):
+            checked(rounds)
+    (tmp_path / f"{processes[0]}.json").unlink()
+    with pytest.raises(AssertionError):
+        check.CHECKS[kind](tmp_path)
+
+
+def test_the_check_of_a_trained_cluster_refuses_equal_ranks(tmp_path):
+    result = {"results": {"cadence": {"test": {"accuracy": 0.95}}}}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    history = tmp_path / "history.jsonl"
+    history.write_text('{"counts": [180, 80]}\n{"counts": [8, 2]}\n')
+    assert check.trained(tmp_path) == "steps [188, 82] at 20 and 50 ms, 2 rounds, accuracy 95.0 %"
+    history.write_text('{"counts": [135, 135]}\n')
+    with pytest.raises(AssertionError, match="did not range ahead"):
+        check.trained(tmp_path)
 
 
 def test_the_table_of_modules_is_that_of_contributing():

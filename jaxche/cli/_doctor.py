@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
-from jaxche.cli._command import (
-    Command,
-    directory_path,
-    exit_at_once,
-    integer,
-    join,
-    launcher,
-    number,
-    paint,
-    print_error,
-)
+from jaxche.cli import _nvidia as nvidia
+from jaxche.cli._command import Command, exit_at_once, join, launcher, paint, print_error
 from jaxche.cli._doctor_checks import Finding
+from jaxche.cli._options import directory_path, integer, number
 
 if TYPE_CHECKING:
     from jaxche.cluster import AllReduce, Clock, ClusterInfo
@@ -92,8 +84,8 @@ def _run(args: argparse.Namespace) -> int:
         started = device_checks.start_devices(args.timeout)
     if not started:
         # Without the CUDA line: its libraries may hang like the devices.
-        driver = device_checks.read_driver()
-        drivers = [] if driver == device_checks.Driver() else [device_checks.driver_finding(driver)]
+        driver = nvidia.read_driver()
+        drivers = [] if driver == nvidia.Driver() else [nvidia.driver_finding(driver)]
         _print([checks.versions(), checks.machine(), *drivers, device_checks.not_started(args.timeout)])
         exit_at_once(1)
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher, errors)
@@ -111,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:
     devices = device_checks.device_finding()
-    findings = [checks.versions(), checks.machine(), *device_checks.gpu_findings(os.environ, errors), devices]
+    findings = [checks.versions(), checks.machine(), *nvidia.gpu_findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
     findings += [checks.variables(os.environ), checks.proxies(os.environ), checks.ports()]

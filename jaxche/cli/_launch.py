@@ -8,18 +8,8 @@ import shlex
 import shutil
 import sys
 
-from jaxche.cli._command import (
-    Command,
-    add_out,
-    command_word,
-    file_path,
-    flag,
-    integer,
-    non_default_options,
-    number,
-    numbers,
-    write_text,
-)
+from jaxche.cli._command import Command, write_text
+from jaxche.cli._options import add_out, command_word, file_path, flag, integer, non_default_options, number, numbers
 
 _ABOUT = """\
 Each process has a replica: a copy of the model on its own device. Its rank is its number, from 0.

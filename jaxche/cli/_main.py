@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxche.cli import _coordinator, _doctor, _launch, _plan, _report, _simulate, _train
-from jaxche.cli._command import Command, Parser, command_word, directory_path, file_path
+from jaxche.cli._command import Command, Parser
+from jaxche.cli._options import command_word, directory_path, file_path
 
 _OVERVIEW = """\
 jaxche trains one JAX model on devices of different speeds, to a given quality in the least time.

@@ -9,7 +9,8 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from jaxche.cli._command import Command, add_out, flag, integer, non_default_options, write_text
+from jaxche.cli._command import Command, write_text
+from jaxche.cli._options import add_out, flag, integer, non_default_options
 from jaxche.cli._settings import TASKS
 
 if TYPE_CHECKING:

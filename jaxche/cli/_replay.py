@@ -15,7 +15,7 @@ import numpy as np
 from jaxche.averaging import path_names
 from jaxche.cli._command import print_error
 from jaxche.cli._progress import print_once
-from jaxche.cli._result import read_params
+from jaxche.cli._run_folder import read_params
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.distributed import PACE_MS, process_group

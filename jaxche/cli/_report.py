@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxche.cli._command import Command, add_out, directory_path, write_text
-from jaxche.cli._result import Result, read_json, result_rows
+from jaxche.cli._command import Command, write_text
+from jaxche.cli._options import add_out, directory_path
+from jaxche.cli._result import Result, result_rows
+from jaxche.cli._run_folder import read_json
 
 if TYPE_CHECKING:
     from jaxche.reports import History

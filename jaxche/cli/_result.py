@@ -1,21 +1,13 @@
-"""The results of a run: numbers of a policy, the table that compares policies, and the files."""
+"""The results of a run: the numbers of each policy, and the table that compares policies."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxche.reports import History
-
-_log = logging.getLogger("jaxche")
 
 # With more ranks than this, show the range of their values.
 MAX_RANKS = 4
@@ -146,88 +138,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def refuse_directory(directory: Path, out: str, resumable: bool) -> None:
-    """Refuse a directory with a finished run, one with a run that cannot resume, and one that is not writable."""
-    finished = read_json(directory / "result.json") is not None
-    if os.path.exists(directory) and (finished or not resumable):
-        raise ValueError(f"{directory} exists; choose another --name")
-    # Do not create the directory here: a directory that exists belongs to a run.
-    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
-    try:
-        # Permissions do not show a read-only or full file system, and do not bind the superuser.
-        with tempfile.TemporaryFile(dir=existing) as probe:
-            probe.write(b"\0")
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: cannot write the run to {directory}: {existing} takes no files ({error.strerror}). "
-            "Write the path of a folder that does, e.g. --out ~/runs"
-        ) from None
-
-
-def write_policy(directory: Path, history: History, params: Any) -> None:
-    """Write ``history.jsonl``, ``history.png`` and ``params`` of one policy, on rank 0.
-
-    Existing files are overwritten. Read the parameters with
-    ``orbax.checkpoint.StandardCheckpointer().restore(directory / "params")``.
-    """
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    directory.mkdir(parents=True, exist_ok=True)
-    history.to_json(directory / "history.jsonl")
-    history.plot().savefig(directory / "history.png", dpi=110)
-    arrays = jax.tree.map(np.asarray, params)
-    with _rank0_checkpointer() as checkpointer:
-        checkpointer.save((directory / "params").resolve(), args=ocp.args.StandardSave(arrays), force=True)
-
-
-def read_params(path: Path) -> Any:
-    """Read the parameters of :func:`write_policy` as NumPy arrays, on rank 0."""
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    with _rank0_checkpointer() as checkpointer:
-        target = jax.tree.map(
-            lambda x: np.empty(x.shape, x.dtype), checkpointer.metadata(path.resolve()).item_metadata.tree
-        )
-        return checkpointer.restore(path.resolve(), args=ocp.args.StandardRestore(target))
-
-
-def write_result(directory: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json``, which marks the run as finished."""
-    import numpy as np
-
-    from jaxche.cluster import versions
-
-    directory.mkdir(parents=True, exist_ok=True)
-    used = versions() | {"numpy": np.__version__, "python": platform.python_version()}
-    text = json.dumps(result | {"versions": used}, indent=2, default=str)
-    write_atomic(directory / "result.json", text + "\n")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file by renaming a complete temporary file."""
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf8")
-    part.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None for a missing file, and, with a warning, for a damaged one."""
-    try:
-        found = json.loads(path.read_bytes().decode())
-        if isinstance(found, dict):
-            return found
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError):
-        pass
-    _log.warning("%s cannot be read and is ignored", path)
-    return None
-
-
 def _ratios(first: Result, other: Result) -> dict[str, str]:
     pairs = {
         "training time": (other.seconds, first.seconds),
@@ -235,14 +145,3 @@ def _ratios(first: Result, other: Result) -> dict[str, str]:
         "efficiency": (other.efficiency, first.efficiency),
     }
     return {name: f"x {a / b:.2f}" for name, (a, b) in pairs.items()}
-
-
-def _rank0_checkpointer() -> Any:
-    """A checkpointer for rank 0: by default Orbax waits for all processes, and other machines may not see the files."""
-    import orbax.checkpoint as ocp
-
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxche_rank0"
-    )
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=options)
-    return ocp.Checkpointer(handler, multiprocessing_options=options)

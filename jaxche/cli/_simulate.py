@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxche.cli._command import Command, add_out, integer, number, numbers, writing
+from jaxche.cli._command import Command, writing
+from jaxche.cli._options import add_out, integer, number, numbers
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet

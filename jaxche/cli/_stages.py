@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxche.cli._command import flag, join
+from jaxche.cli._command import join
+from jaxche.cli._options import flag
 
 _STAGES = 2
 # Default number of micro-batches under `pipeline`.
@@ -41,8 +42,8 @@ def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
         raise ValueError("--protocol direct sends whole batches; leave --micro-batch-size out or write pipeline")
 
 
-def run_stages(args: argparse.Namespace, platform: str | None) -> int:
-    """Train, or start the processes that train on ``platform``, and return the exit code."""
+def run_stages(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Train, or start the processes that train, with more variables ``env``, and return the exit code."""
     from jaxche.cluster import detect, launch
 
     n_stages = args.stages or _STAGES
@@ -50,7 +51,7 @@ def run_stages(args: argparse.Namespace, platform: str | None) -> int:
         found = detect(os.environ)
         if found.launcher == "none":
             command = [sys.executable, "-m", "jaxche", *args.words]
-            return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
+            return launch(command, n_stages, env=env, prefix=False)
         # Stages that exchange objects in a store need only their number. JAX reads it from schedulers when it joins.
         member = found if found.num_processes else join()
         return train(args, n_stages, _local_stages(n_stages, member.process_id, member.num_processes))

@@ -76,9 +76,8 @@ def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Tas
 
     images, labels = mnist_data()
     x = (images / 255.0).astype(np.float32).reshape(-1, 28, 28, 1)
-    net = ConvNet((16, 32, 32), (2, 2, 1))
-    data, test = _image_data(x, np.asarray(labels), 1000, batch_size, seed)
-    return _image_task("mnist", net, data, test, learning_rate, shift=1, epochs=10)
+    data, test = _image_data(x, labels, 1000, batch_size, seed)
+    return _image_task("mnist", ConvNet((16, 32, 32), (2, 2, 1)), data, test, learning_rate, shift=1, epochs=10)
 
 
 def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
@@ -88,9 +87,8 @@ def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Ta
     rows = np.loadtxt(str(path), delimiter=",")
     images, labels = rows[:, :-1], rows[:, -1]
     x = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
-    net = ConvNet((16, 32), (1, 2))
-    data, test = _image_data(x, np.asarray(labels), 357, batch_size, seed)
-    return _image_task("digits", net, data, test, learning_rate, shift=0, epochs=8)
+    data, test = _image_data(x, labels, 357, batch_size, seed)
+    return _image_task("digits", ConvNet((16, 32), (1, 2)), data, test, learning_rate, shift=0, epochs=8)
 
 
 def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:

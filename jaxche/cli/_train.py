@@ -6,22 +6,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cli._command import (
-    Command,
-    add_out,
-    directory_path,
-    flag,
-    integer,
-    launcher,
-    non_default_options,
-    number,
-    numbers,
-)
-from jaxche.cli._doctor_devices import install_line
-from jaxche.cli._result import refuse_directory
+from jaxche.cli._command import Command, launcher
+from jaxche.cli._nvidia import install_line
+from jaxche.cli._options import add_out, directory_path, flag, integer, non_default_options, number, numbers
+from jaxche.cli._run_folder import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
     POLICIES,
@@ -31,6 +22,7 @@ from jaxche.cli._settings import (
     pace_argument,
     policies,
     require,
+    saves,
     trainer_options,
 )
 from jaxche.cli._stages import check_stages, run_stages
@@ -283,17 +275,17 @@ def _run(args: argparse.Namespace) -> int:
         from jaxche.cli._worker import work
 
         return work(args, name)
-    processes, platform = _processes(args)
+    processes, env = _processes(args)
     _check(args, processes, Path(args.out) / name)
-    return _start(args, name, processes, platform)
+    return _start(args, name, processes, env)
 
 
 def _check_name(args: argparse.Namespace) -> None:
     """Require ``--name``: each process of a launcher, and each start of a job, would generate another one."""
-    saves = [flag(name) for name in ("checkpoint_every", "max_restarts") if getattr(args, name)]
-    if saves and not args.name:
+    if saves(args) and not args.name:
+        option = flag("checkpoint_every" if args.checkpoint_every else "max_restarts")
         raise ValueError(
-            f"{saves[0]} needs a name that all {launcher()} processes have, in every start; write --name mine"
+            f"{option} needs a name that all {launcher()} processes have, in every start; write --name mine"
         )
 
 
@@ -311,7 +303,7 @@ def _check_replay(args: argparse.Namespace) -> None:
         raise ValueError(f"--replay runs with what was recorded; leave {', '.join(others)} out")
 
 
-def _start(args: argparse.Namespace, name: str, processes: int, platform: str | None) -> int:
+def _start(args: argparse.Namespace, name: str, processes: int, env: Mapping[str, str]) -> int:
     # One process needs a launcher only for restarts and heartbeats.
     if processes == 1 and not (args.max_restarts or args.hang_timeout):
         from jaxche.cli._worker import work
@@ -324,7 +316,6 @@ def _start(args: argparse.Namespace, name: str, processes: int, platform: str | 
     words += [] if args.name else ["--name", name]
     words += [] if args.processes else ["-n", str(processes)]
     command = [sys.executable, "-m", "jaxche", *words]
-    env = {"JAX_PLATFORMS": platform} if platform else None
     return launch(
         command,
         processes,
@@ -338,9 +329,9 @@ def _start(args: argparse.Namespace, name: str, processes: int, platform: str | 
     )
 
 
-def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
-    """The number of processes, and their value of ``JAX_PLATFORMS`` if it must be set."""
-    gpus, platform = _gpus()
+def _processes(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
+    """The number of processes, and the variables to set for them."""
+    gpus, env = _gpus()
     given = {"-n": args.processes, "--ratios": args.ratios and len(args.ratios)}
     if isinstance(args.pace, tuple):
         given["--pace"] = len(args.pace)
@@ -352,27 +343,28 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
             + (f" for -n {args.processes}" if args.processes else "")
             + "; give one value a process, e.g. -n 2 --ratios 1,2.5"
         )
-    return next(iter(counts.values()), gpus or _DEFAULT_PROCESSES), platform
+    return next(iter(counts.values()), gpus or _DEFAULT_PROCESSES), env
 
 
-def _gpus() -> tuple[int, str | None]:
+def _gpus() -> tuple[int, dict[str, str]]:
+    """The number of GPUs that JAX can use, and the variables to set for the processes."""
     from jaxche.cluster import count_gpus, default_platform, has_cuda
 
     if default_platform(os.environ) != "cuda":
-        return 0, None
+        return 0, {}
     gpus = count_gpus()
     if gpus and not has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
             f"used. For the GPUs write: {install_line()}\n"
         )
-        return 0, "cpu"
-    return gpus, None
+        return 0, {"JAX_PLATFORMS": "cpu"}
+    return gpus, {}
 
 
 def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
     if not args.dry_run and not args.replay:
-        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
+        refuse_directory(folder, args.out, saves(args))
     cadence(args, processes)
     for policy in policies(args):
         trainer_options(args, policy)

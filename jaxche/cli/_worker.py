@@ -19,17 +19,18 @@ import jaxche
 from jaxche.cli._command import exit_at_once, join, print_error
 from jaxche.cli._progress import Progress, print_once, round_header
 from jaxche.cli._replay import replay
-from jaxche.cli._result import (
-    Result,
-    read_json,
-    refuse_directory,
-    result_from_history,
-    table,
-    write_atomic,
-    write_policy,
-    write_result,
+from jaxche.cli._result import Result, result_from_history, table
+from jaxche.cli._run_folder import read_json, refuse_directory, write_atomic, write_policy, write_result
+from jaxche.cli._settings import (
+    TASKS,
+    auto_paces,
+    cadence,
+    check_paces,
+    default_ratios,
+    policies,
+    saves,
+    trainer_options,
 )
-from jaxche.cli._settings import TASKS, auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
 from jaxche.cli._tasks import Task, load
 from jaxche.distributed import PACE_MS, process_group
 from jaxche.drawing import per_rank
@@ -84,7 +85,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         replay(args)
         return
     if jax.process_index() == 0 and not args.dry_run:
-        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
+        refuse_directory(folder, args.out, saves(args))
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
     world = len(devices())
@@ -124,12 +125,11 @@ def _train_policy(
     args: argparse.Namespace, trainer: Trainer, task: Task, state: TrainerState, epochs: int, folder: Path
 ) -> tuple[Result, History]:
     """Train with one policy and write its files, unless an earlier start of this comparison did."""
-    is_first, saves = jax.process_index() == 0, bool(args.checkpoint_every or args.max_restarts)
-    resumes_comparison = args.compare and saves
+    is_first, resumes_comparison = jax.process_index() == 0, args.compare and saves(args)
     if resumes_comparison and (result := _earlier_result(folder)):
         print_once(f"done by an earlier start, in {result.seconds:.1f} s")
         return result, History.from_json(folder / "history.jsonl", skip_damaged=True) if is_first else History()
-    checkpoints = Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves else None
+    checkpoints = Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves(args) else None
     state, result, history = _fit(trainer, task, state, epochs, checkpoints, folder)
     if is_first:
         write_policy(folder, history, trainer.params(state))
@@ -243,14 +243,15 @@ def _finish(
 
 
 def _exit_together(error: Exception, prints: bool) -> int:
-    """Exit after an error that all processes raised."""
+    """Exit after an error that all processes raised, with one code: the launcher restarts after some codes only."""
     if prints:
         print_error("train", error)
+    code = max(process_group().all_gather(_exit_code(error)))
     if jax.process_count() > 1:
         jax.distributed.shutdown()
         if not prints:
             time.sleep(_GRACE_S)
-    return _exit(_exit_code(error))
+    return _exit(code)
 
 
 def _exit(code: int) -> int:

@@ -124,12 +124,10 @@ def launch(
         base[HEARTBEAT_TIMEOUT] = f"{heartbeat_timeout_s:g}"
     if events is not None:
         base[EVENTS] = os.path.abspath(events)
-    placements = assign_placements(processes, base, on_cpu)
-    if not pin:
-        placements = [dataclasses.replace(placement, core=None) for placement in placements]
-    paces = [None] * processes if pace_ms is None else list(pace_ms)
+    paces = [None] * processes if pace_ms is None else pace_ms
     placements = [
-        dataclasses.replace(placement, pace_ms=pace) for placement, pace in zip(placements, paces, strict=True)
+        dataclasses.replace(placement, core=placement.core if pin else None, pace_ms=pace)
+        for placement, pace in zip(assign_placements(processes, base, on_cpu), paces, strict=True)
     ]
     log = EventLog(events)
     with start_reaper(term_grace_s) as reaper, _signals() as signals:

@@ -212,7 +212,6 @@ class WorkerGroup:
 
     def _next_exit(self) -> GroupResult | None:
         """Wait a moment for the exit of a rank; the result of the group if that ends it."""
-        context, has_ended = self._context, self._has_ended
         try:
             # With a timeout, because a signal to another thread does not interrupt this wait.
             rank, code = self._exits.get(timeout=0.1)
@@ -220,34 +219,46 @@ class WorkerGroup:
             return None
         self._log_exit(rank, code)
         self._running.discard(rank)
-        group = self._ranks[rank].child.pid
         if code == 0:
-            if not _signal_group(group, 0):  # it has left no children
-                self._forget(group)
-            if context.elastic and not has_ended:
-                self._end_deadline = time.monotonic() + context.grace_s
+            self._succeeded(rank)
             return None
-        # After SIGTERM to one rank all save after the same round, and exit with this code.
-        is_preempted = code == PREEMPTED_CODE
-        failure = GroupResult(128 - code if code < 0 else code, rank)
-        others_continue = self._running or (has_ended and rank in self._expendable)
-        if context.elastic and not is_preempted and others_continue:
-            context.print(f"rank {rank} {describe(code)}; the others continue")
-            # Its children end now, because the system may reuse the number of the group before the others end.
-            _signal_group(group, signal.SIGKILL)
+        others_continue = self._running or (self._has_ended and rank in self._expendable)
+        # After SIGTERM to one rank all save after the same round, and exit with the code of preemption.
+        if self._context.elastic and code != PREEMPTED_CODE and others_continue:
+            self._continue_without(rank, code)
+            return None
+        return self._stop_after(rank, code)
+
+    def _succeeded(self, rank: int) -> None:
+        group = self._ranks[rank].child.pid
+        if not _signal_group(group, 0):  # it has left no children
             self._forget(group)
-            if has_ended and rank not in self._expendable:  # those that run do not take over its work
-                self._late_failure = self._late_failure or failure
-            if self._replacements and not has_ended and code != BAD_INPUT:
-                self._replace(rank)
-            return None
+        if self._context.elastic and not self._has_ended:
+            self._end_deadline = time.monotonic() + self._context.grace_s
+
+    def _continue_without(self, rank: int, code: int) -> None:
+        """Continue an elastic run after the failure of a rank, and replace it if replacements are left."""
+        has_ended, group = self._has_ended, self._ranks[rank].child.pid
+        self._context.print(f"rank {rank} {describe(code)}; the others continue")
+        # Its children end now, because the system may reuse the number of the group before the others end.
+        _signal_group(group, signal.SIGKILL)
+        self._forget(group)
+        if has_ended and rank not in self._expendable:  # those that run do not take over its work
+            self._late_failure = self._late_failure or _failure(rank, code)
+        if self._replacements and not has_ended and code != BAD_INPUT:
+            self._replace(rank)
+
+    def _stop_after(self, rank: int, code: int) -> GroupResult:
+        """Stop the others after the failure of a rank."""
+        context = self._context
         context.print(f"rank {rank} {describe(code)}; stopping the others")
+        is_preempted = code == PREEMPTED_CODE
         self._all_end(context.term_grace_s if is_preempted else min(_ERROR_OUTPUT_S, context.grace_s))
         self._stop(signal.SIGTERM, context.grace_s)
         self._report(rank, code)
         if self._stop_signal is not None:
             return GroupResult(128 + self._stop_signal, by_signal=True)
-        return failure
+        return _failure(rank, code)
 
     def _forget(self, group: int) -> None:
         """Forget a process group that has ended, because the system may reuse its number."""
@@ -304,6 +315,10 @@ class WorkerGroup:
         self._context.print(f"rank {rank} {describe(code)}. Its last lines on standard error:")
         for line in self._ranks[rank].err.last or ["(none)"]:
             self._context.printer.print(sys.stderr, None, f"    {line}")
+
+
+def _failure(rank: int, code: int) -> GroupResult:
+    return GroupResult(128 - code if code < 0 else code, rank)
 
 
 def describe(code: int) -> str:

@@ -227,9 +227,8 @@ class ElasticGroup(Group):
         if is_sender:
             requests = self._requests()
             for process, incarnation in candidates.items():
-                if process in requests:  # else it has died, and the barrier fails
+                if requests[process]["incarnation"] == incarnation:  # else it has died, and the barrier fails
                     self._send(requests[process]["address"], {process: incarnation}, message, state)
-                self.client.key_value_delete(f"{_REQUESTS}/{process}")
         self._reconnect()
         self.barrier()  # the candidates have the state
 
@@ -269,13 +268,20 @@ class ElasticGroup(Group):
                 return None
             quorum_id, quorum = found
             sender = {} if quorum.sender is None else {quorum.sender: quorum.members[quorum.sender]}
-            while True:
-                self._raise_if_lost(sender)
-                with contextlib.suppress(queue.Empty):
-                    sock, text = accepted.get(timeout=_POLL_MS / 1e3)
-                    with sock:
-                        if text == quorum_id:
-                            return Admission(*found, *receive_state(sock, lambda: self._raise_if_lost(sender)))
+            with self._sender_of(quorum_id, accepted, sender) as sock:
+                return Admission(*found, *receive_state(sock, lambda: self._raise_if_lost(sender)))
+
+    def _sender_of(
+        self, quorum_id: str, accepted: queue.SimpleQueue[tuple[socket.socket, str]], sender: Mapping[int, int]
+    ) -> socket.socket:
+        """Wait for the connection over which a member sends the state of this quorum; others are closed."""
+        while True:
+            self._raise_if_lost(sender)
+            with contextlib.suppress(queue.Empty):
+                sock, text = accepted.get(timeout=_POLL_MS / 1e3)
+                if text == quorum_id:
+                    return sock
+                sock.close()
 
     def _raise_if_lost(self, members: Mapping[int, int]) -> None:
         self.watchdog.heartbeat_while_waiting()
@@ -293,7 +299,6 @@ class ElasticGroup(Group):
             if "refused" in answer:
                 raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
             if "ended" in answer or dict(self.client.key_value_dir_get(f"{_ENDED_FITS}/{self._fit}/")):
-                self.client.key_value_delete(f"{_REQUESTS}/{process}")
                 return None
             name, quorum = self._newest()
             if quorum.members.get(process) == incarnation:
@@ -398,12 +403,12 @@ class ElasticGroup(Group):
             self.client.key_value_set_bytes(TOPOLOGY, self._topology, allow_overwrite=True)
 
     def _requests(self) -> dict[int, dict[str, Any]]:
+        """The last request of each process. It stays in the store: by now it may be that of a later incarnation."""
         found = self.client.key_value_dir_get(f"{_REQUESTS}/")
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
     def _answer(self, process: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         self.client.key_value_set(f"{_ANSWERS}/{process}/{incarnation}", json.dumps(answer), allow_overwrite=True)
-        self.client.key_value_delete(f"{_REQUESTS}/{process}")
 
 
 def _liveness_address(store: Any) -> list[Any]:

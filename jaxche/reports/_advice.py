@@ -188,7 +188,7 @@ def advise(
     now: Sequence[float] = (),
     max_anchor: int = 200,
 ) -> Advice:
-    r"""Finds the counts with the largest goodput at the current noise and speeds.
+    r"""Find the counts with the largest goodput at the current noise and speeds.
 
     .. math:: \mathrm{goodput} = \frac{\sum n_i b}{\max_i n_i t_i + C} \cdot E, \qquad
               E(b') = \frac{\mathrm{gain}(b' / b_0)}{b' / b_0} = \frac{B + b_0}{B + b'}

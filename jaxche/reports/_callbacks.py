@@ -57,13 +57,13 @@ class LivePlot:
         self._history = History()
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Adds a round, and draws if an update is due."""
+        """Add a round, and draw if an update is due."""
         self._history.append(info)
         if time.perf_counter() >= self._due:
             self.draw()
 
     def draw(self) -> None:
-        """Draws all rounds, in place of the last plot."""
+        """Draw all rounds, in place of the last plot."""
         if self._display is None:
             return
         began = time.perf_counter()
@@ -158,7 +158,7 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(str(folder)) if jax.process_index() == 0 else None
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Logs a round."""
+        """Log a round."""
         if self._writer is not None:
             for name, value in scalars(info).items():
                 self._writer.add_scalar(name, value, state.examples)
@@ -196,7 +196,7 @@ class WandbLogger(Logger):
         self._run = wandb.init(**options) if jax.process_index() == 0 else None
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Logs a round."""
+        """Log a round."""
         if self._run is not None:
             line = scalars(info) | {"round": info.round, "epoch": info.epoch}
             # Otherwise wandb holds a line until the next one, and loses the last line when the process ends.
@@ -245,7 +245,7 @@ class profile:
         return max(self._folder.glob("**/perfetto_trace.json.gz"), default=None)
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Starts the trace before the first of the rounds and stops it after the last."""
+        """Start the trace before the first of the rounds and stop it after the last."""
         if not self._recording and self._first - 1 <= info.round < self._last:
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
             self._recording = True

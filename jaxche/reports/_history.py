@@ -108,7 +108,7 @@ class History(list[RoundInfo]):
         return rounds_svg(self[-ROUNDS_DRAWN:], note) + html_table(head, cells)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Converts the history to JSON lines, one for each round; nan becomes null, infinities "inf" and "-inf".
+        """Convert the history to JSON lines, one for each round; nan becomes null, infinities "inf" and "-inf".
 
         Args:
           path: output file; None writes no file.
@@ -125,7 +125,7 @@ class History(list[RoundInfo]):
 
     @classmethod
     def from_json(cls, source: str | Path, skip_damaged: bool = False) -> History:
-        """Reads the JSON lines of :meth:`to_json`.
+        """Read the JSON lines of :meth:`to_json`.
 
         Args:
           source: the file, or its text. A string is a text if it is empty, begins with ``{`` or has several lines.
@@ -152,7 +152,7 @@ class History(list[RoundInfo]):
         return cls(record.rounds)
 
     def advice(self, max_anchor: int = 200) -> Advice:
-        """Finds the counts with the largest goodput, from the noise, speeds and merge costs of :attr:`last_ranks`.
+        """Find the counts with the largest goodput, from the noise, speeds and merge costs of :attr:`last_ranks`.
 
         :func:`jaxche.reports.advise` has the equations and their limits.
 
@@ -169,7 +169,7 @@ class History(list[RoundInfo]):
         return advise_from(self.last_ranks, max_anchor)
 
     def plot(self) -> Any:
-        """Plots :attr:`last_ranks`.
+        """Plot :attr:`last_ranks`.
 
         The panels are a timeline of the last rounds (compute, wait and merge of each rank), counts and anchor (the
         steps of the slowest rank), efficiency, the two drifts, the loss by examples and by time, the metrics, the
@@ -194,7 +194,7 @@ class ReadRecord(NamedTuple):
 
 
 def read_record(data: bytes) -> ReadRecord:
-    """Reads the lines of :meth:`History.to_json`; a damaged line does not affect the others."""
+    """Read the lines of :meth:`History.to_json`; a damaged line does not affect the others."""
     *lines, rest = data.split(b"\n")
     found = ReadRecord([], [], [])
     for number, line in enumerate([*lines, *filter(None, [rest])], 1):
@@ -207,7 +207,7 @@ def read_record(data: bytes) -> ReadRecord:
 
 
 def warn_of_damage(name: str, record: ReadRecord) -> None:
-    """Logs the number of damaged lines in the file ``name``."""
+    """Log the number of damaged lines in the file ``name``."""
     if lost := len(record.damaged):
         lines = "1 damaged line is" if lost == 1 else f"{lost} damaged lines are"
         _log.warning("%s: %s left out of the record (the first is line %s)", name, lines, record.damaged[0])

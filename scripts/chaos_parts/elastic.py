@@ -48,7 +48,7 @@ from chaos_parts.launched import launch
 from chaos_parts.record import batches, done_again, ended, replayed, same, trained
 from chaos_parts.watch import StuckError, Watch
 
-# ms a step of each rank, and rounds between two checkpoints. Steps of a large state take as long as they take.
+# ms a step of each rank, and rounds between two checkpoints. Steps of a large state have no pace.
 PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 4, 5
 PROCESSES, PROCESSES_OF_LARGE = (2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6), (2, 3)
 # At most so many seconds are between the return of all ranks and the next fault.
@@ -67,11 +67,11 @@ class Kind(NamedTuple):
     # Finished rounds that may be done again, and whether all processes may be started again.
     lost: int = 1
     starts_again: bool = False
-    # Whether no rank may be lost: all live and answer.
+    # Whether no rank may be lost, because all are alive and answer.
     keeps_all: bool = False
-    # What happens in the processes themselves, as worker.py reads it.
+    # The fault that worker.py makes inside the processes.
     job: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
-    # Of "first", "later" and "last".
+    # The moment, "first", "later" or "last", at which it is not tried.
     never: str = ""
     # What brings a rank back when the others have gone on without it.
     mend: Callable[[Target], list[str] | None] | None = None
@@ -282,7 +282,7 @@ def strike(fault: Fault, row: dict[str, Any], fleet: Any, watch: Watch, hits: li
         job.write_text(json.dumps(inside))
     hits.append(time.monotonic())
     row |= {"round": watch.round(), "skipped": ""}
-    # Of those that have ended already there is nothing to hit.
+    # The process may have ended.
     with contextlib.suppress(ProcessLookupError, ValueError):
         row["wrong"] += kind.hit(target) or []
     if fault.moment != "last":
@@ -312,7 +312,7 @@ def judge_faults(rows: list[dict[str, Any]], hits: list[float], rounds: list[dic
         times = [hit_at, *(line["t"] for line, _ in after)]
         row["gap_s"] = max((round(late - early, 3) for early, late in itertools.pairwise(times)), default=None)
         row["lost"] = max((lost for _, lost in after), default=0)
-        # One after another they damage all checkpoints that are kept, and so cost what each of them costs.
+        # Such faults in a row damage all checkpoints that are kept, and their costs add up.
         damaged = damaged + 1 if row["kind"] in ("torn", "corrupt") else 0
         if row["lost"] > kind.lost * (KEPT if damaged >= KEPT else 1):
             row["wrong"].append(f"{row['lost']} rounds done again")

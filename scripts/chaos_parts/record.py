@@ -12,7 +12,7 @@ from typing import Any
 
 from chaos_parts.worker import BATCHES, problem
 
-# Of a loss that processes compute and one that devices of a single process do.
+# Relative difference of the losses of several processes and of the same devices in one process.
 ROUNDING = 1e-3
 MOST_RANKS = 6
 

@@ -41,8 +41,8 @@ FAULTS = {
 }
 # While processes start and compile, in the first rounds, in later ones, in the last or after it.
 MOMENTS = ("later", "start", "first", "last")
-# A rank that is late stops between two steps, of which a throttled one takes four times as long; and shorter rounds
-# than this have its patience.
+# A late rank stops after its present step, which takes four times as long on a throttled one. A round may take twice
+# its planned time, and a short one LEAST_PATIENCE_MS more than planned.
 STEP_MS, LEAST_PATIENCE_MS = 4.0 * max(PACES), 200.0
 # Finished rounds that are done again at most, by kind of fault.
 LOST = {"disk full": None}
@@ -55,13 +55,13 @@ def campaign(faults: int, undisturbed: int, seed: int, kinds: Sequence[str] = tu
         return 2
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
-        # In the same processes one after the other: what differs between them is the clock, not how they start.
+        # One after the other in the same processes, so that they differ in measured times only, not in their start.
         calm = run(Path(folder) / "calm", None, "", 0.0, rng, times=undisturbed)
         if calm["code"]:
             print(f"undisturbed: exit code {calm['code']}: {calm['tail']}")
             return 1
         losses = calm["losses"]
-        # Counts follow the clock, so no two runs end alike, and of a handful the range is less than their whole spread.
+        # Counts follow measured times, so all runs end differently; a few of them do not show the whole range.
         low, high = min(losses), max(losses)
         longest = max(STEP_MS, calm["over_ms"])
         print(f"{len(losses)} undisturbed: loss {low:.5f} to {high:.5f}, {calm['seconds']:.1f} s together")
@@ -121,7 +121,7 @@ def judge(kind: str, row: dict[str, Any], longest: float) -> list[str]:
         wrong.append(f"{row['redone']} rounds done again")
     if kind == "throttle" and row["over_ms"] > longest:
         wrong.append(f"waited {row['over_ms']:.0f} ms longer than one planned round, and {longest:.0f} are right")
-    # Of the last round's fault the run's own end may be first.
+    # A fault in the last round may come after the end of the run.
     if kind != "throttle" and kind != "disk full" and row["moment"] != "last" and not row["restarts"]:
         wrong.append("no restart: the fault did not hit")
     return wrong
@@ -153,7 +153,7 @@ def run(
                 target = Target(Launch(folder, child.pid), rank, rng)
                 at = wait_for(moment, target, child)
                 time.sleep(rng.random() * {"start": start_s, "last": 0.6}.get(moment, 0.3))
-                # Of those that have ended already there is nothing to hit.
+                # The process may have ended.
                 with contextlib.suppress(ProcessLookupError):
                     FAULTS[kind](target)
             code = child.wait(timeout=240)
@@ -212,7 +212,7 @@ def wait_for(moment: str, target: Target, child: subprocess.Popen[bytes]) -> int
         seen = max((event["round"] for event in rounds), default=-1)
         there = seen >= wanted and len(target.run.pids) == len(PACES)
         if moment == "last":
-            # No more is left than what the last one took.
+            # The next round may be the last: the last one took as many batches as are left.
             left = EPOCHS * BATCHES - sum(event["steps"] for event in rounds)
             there &= left <= sum(event["steps"] for event in rounds if event["round"] == seen)
         if there:

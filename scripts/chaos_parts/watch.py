@@ -12,8 +12,7 @@ from typing import Any
 
 from chaos_parts.faults import Lines
 
-# Until all ranks are back after a fault, or the run has come to its end; and until the stacks of all processes are
-# written to the output.
+# Seconds for all ranks to be back after a fault, or for the run to end; and for all processes to write their stacks.
 LIMIT_S, STACKS_S = 240.0, 40.0
 
 

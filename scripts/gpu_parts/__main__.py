@@ -42,9 +42,9 @@ PARTS = {
     "checkpoint": Part("the stall of training for a save", 150, 15),
     "tests": Part("the tests marked gpu, and the fast tests on the card", 600, 0),
 }
-# A part that plans wrongly may take this many times its seconds before it is ended.
+# A part is ended when it takes this many times its planned seconds.
 PATIENCE = 2.0
-# CPU cores in the place of a card, as slow as they may be.
+# The same on CPU cores, which may be slow.
 CPU_PATIENCE = 10.0
 QUICK_MINUTES = 3.75
 
@@ -135,7 +135,7 @@ def environment(cpu: bool) -> dict[str, str]:
     """The variables of the parts."""
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = "cpu" if cpu else "cuda,cpu"
-    # A part finds what an earlier one compiled.
+    # Programs that an earlier part has compiled are not compiled again.
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "gpu"))
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -146,7 +146,7 @@ def environment(cpu: bool) -> dict[str, str]:
 def describe(env: dict[str, str]) -> dict[str, Any]:
     """The machine and the versions, from a process that starts the devices."""
     error = ""
-    # Where CUDA does not start, the checks of a process without it say why.
+    # If CUDA does not start, a process without it describes the machine, and the last line of the error is kept.
     for variables in (env, {name: value for name, value in env.items() if name != "JAX_PLATFORMS"}):
         command = [sys.executable, "-m", "gpu_parts.about"]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

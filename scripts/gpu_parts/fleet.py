@@ -8,10 +8,10 @@ from gpu_parts.context import Context
 from gpu_parts.processes import pair
 from gpu_parts.table import Line
 
-# CPU devices are alike: padded steps make them unlike. The last is of a CPU that adds 1 %.
+# CPU devices are equal, so their steps are padded to these ms. The last pair is that of a CPU that adds 1 %.
 PACES = {"shared": "20,20", "beside": "20,60", "auto": "4,400"}
 WHERE = {"shared": "two on one card", "beside": "card and CPU"}
-# What a replica adds to the speed of all, below which it should be said to add nothing.
+# policy="auto" must leave out a replica that adds less than this part to the speed of all.
 LITTLE = 0.02
 
 
@@ -67,7 +67,7 @@ def _choice(context: Context, first: dict[str, Any]) -> None:
     adds = first["rates"][1] / sum(first["rates"])
     name, against = "card and CPU: auto leaves the CPU idle", f"replicas that add less than {LITTLE:.0%}"
     note = f"the CPU adds {adds:.2%}; auto says: {first['explained']}"
-    # A CPU that adds more is a question of what a merge costs: then there is nothing to check.
+    # If the CPU adds more, the right choice depends on the cost of a merge, and nothing is checked.
     context.add(Line(name, float(first["idle"]), 1.0 if adds < LITTLE else None, "replicas", ">= 1", against, note))
 
 

@@ -313,21 +313,21 @@ def test_options_of_the_processes(launched):
 
 
 def test_processes(monkeypatch):
-    assert _processes(parse()) == (2, None)
-    assert _processes(parse("-n", "4")) == (4, None)
-    assert _processes(parse("--pace", "10,20,30")) == (3, None)
+    assert _processes(parse()) == (2, {})
+    assert _processes(parse("-n", "4")) == (4, {})
+    assert _processes(parse("--pace", "10,20,30")) == (3, {})
 
 
 def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert _processes(parse()) == (2, "cpu")
+    assert _processes(parse()) == (2, {"JAX_PLATFORMS": "cpu"})
     assert "pip install 'jaxche[cuda13]'" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda12_plugin" or None)
-    assert _processes(parse()) == (4, None)
+    assert _processes(parse()) == (4, {})
     monkeypatch.setenv("JAX_PLATFORMS", "cpu,cuda")
-    assert _processes(parse()) == (2, None)
+    assert _processes(parse()) == (2, {})
 
 
 def test_python_m_jaxche():

@@ -1,6 +1,5 @@
-"""Options, colours and errors of commands."""
+"""Colours, errors, exits and help of commands."""
 
-import argparse
 import io
 import os
 import re
@@ -11,7 +10,7 @@ import sys
 import pytest
 
 from jaxche.cli import main
-from jaxche.cli._command import flag, non_default_options, numbers, paint
+from jaxche.cli._command import paint
 from jaxche.cli._main import make_parser
 
 
@@ -30,16 +29,6 @@ def test_only_terminals_get_colours(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert paint("bad", "bad", Terminal()) == "bad"
-
-
-def test_options_as_words():
-    args = argparse.Namespace(rows=4, columns=2, words=[])
-    changed = non_default_options(
-        lambda parser: (parser.add_argument("--rows", default=3), parser.add_argument("--columns", default=2)), args
-    )
-    assert changed == {"rows": 4}
-    assert (flag("batch_size"), flag("processes")) == ("--batch-size", "-n")
-    assert numbers("--ratios 1,2.5")("1,2.5") == (1.0, 2.5)
 
 
 def test_error_format(capsys):

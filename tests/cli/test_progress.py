@@ -9,7 +9,8 @@ import pytest
 from jaxche.cli import main
 from jaxche.cli._progress import Progress
 from jaxche.cli._replay import recorded_arguments
-from jaxche.cli._result import read_params, refuse_directory, result_from_history, write_atomic, write_policy
+from jaxche.cli._result import result_from_history
+from jaxche.cli._run_folder import read_params, refuse_directory, write_atomic, write_policy
 from jaxche.cli._worker import _DONE, _earlier_result
 from jaxche.reports import History, RoundInfo
 

@@ -72,3 +72,17 @@ def test_options_become_settings():
         trainer_options(parse("--scaling", "adamscale", "--opt-state", "reset"), "cadence")
     assert "merge" not in trainer_options(compared, "sync")
     assert trainer_options(compared, "cadence")["merge"] == "batch"
+
+
+def test_options_of_auto():
+    words = ("--policy", "auto", "--merge", "fednova", "--opt-state", "local")
+    options = {"policy": "auto", "seed": 0, "merge": "fednova", "opt_state": "local"}
+    assert trainer_options(parse(*words), "auto") == options
+    for word, value in (("average", "gradients"), ("scaling", "linear"), ("anchor", "4"), ("tuner", "steady")):
+        with pytest.raises(ValueError, match=f"--{word} is of one policy"):
+            trainer_options(parse(*words, f"--{word}", value), "auto")
+    with pytest.raises(ValueError, match="--max-batch-diff is of one policy"):
+        trainer_options(parse("--policy", "auto", "--max-batch-diff", "4"), "auto")
+    # In a comparison they are of the other policies.
+    compared = parse("--compare", "auto,cadence", "--anchor", "4", "--merge", "batch")
+    assert trainer_options(compared, "auto") == {"policy": "auto", "seed": 0, "merge": "batch"}

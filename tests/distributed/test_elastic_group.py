@@ -1,5 +1,6 @@
 """Quorums: which process may propose the next one, and which are left out. The store is a dict, deaths are given."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,46 @@ def test_an_admission_after_another_quorum_was_decided_fails(groups):
     one._decide(module.Quorum({0: 1, 1: 1}, [], None))  # without the candidate, but with both members
     with pytest.raises(PeerLostError, match="the members decided on another quorum meanwhile"):
         zero.admit({2: 2}, {}, [])
+
+
+@pytest.mark.parametrize("answer", ["admitted", "refused"])
+def test_the_request_of_a_candidate_that_came_after_the_one_that_is_answered_stays(groups, store, answer, monkeypatch):
+    (zero, one, _), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    zero._fit, sent = 1, []
+
+    def request(incarnation):
+        value = {"incarnation": incarnation, "fit": 1, "fingerprint": {}, "address": [incarnation]}
+        store.key_value_set("jaxche/request/2", json.dumps(value), allow_overwrite=True)
+
+    def send(address, candidate, message, state):
+        sent.append((address, candidate))
+        request(3)
+
+    request(2)
+    [(process, candidate)] = zero.candidates().items()
+    if answer == "admitted":
+        monkeypatch.setattr(zero, "_send", send)
+        monkeypatch.setattr(zero, "barrier", lambda: None)
+        zero.admit({process: candidate["incarnation"]}, {}, [])
+        assert sent == [([2], {2: 2})]
+        zero._incarnations = one.incarnations
+    else:
+        request(3)
+        zero.refuse(process, candidate["incarnation"], "it differs")
+    dead.add((2, 2))
+    assert {process: found["incarnation"] for process, found in zero.candidates().items()} == {2: 3}
+
+
+def test_the_state_of_a_dead_candidate_is_not_sent_to_the_next_one(groups, store, monkeypatch):
+    (zero, one, _), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    store.key_value_set("jaxche/request/2", json.dumps({"incarnation": 3, "address": [3]}))
+    monkeypatch.setattr(zero, "_send", lambda *sent: pytest.fail(f"sent {sent}"))
+    monkeypatch.setattr(zero, "barrier", lambda: None)
+    zero.admit({2: 2}, {}, [])
 
 
 def test_a_process_leaves_at_once(groups, monkeypatch):

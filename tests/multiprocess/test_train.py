@@ -158,6 +158,7 @@ def test_a_comparison_that_starts_again_does_not_train_what_is_done(tmp_path):
     words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", PACE, "--name", "all")
     done = run(tmp_path, *words, "--compare", "sync,async,cadence", "--max-restarts", "1", path=[tmp_path])
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 1 was ended by SIGKILL (out of memory?); stopping the others") == 1, done.stderr
     assert done.stdout.count("done by an earlier start") == 2
     assert "cadence / sync" in done.stdout
     assert " of each in " not in done.stderr  # whose advice is the arguments of a trainer
@@ -207,6 +208,24 @@ def test_a_worker_that_dies_fails_the_run(tmp_path):
     done = run(tmp_path, "--task", "digits", path=[tmp_path])
     assert done.returncode == 1
     assert "jaxche train: error: the disk is full" in done.stderr
+
+
+def test_bad_input_that_one_process_finds_is_not_restarted(tmp_path):
+    # The process that finds it exits after the other one, whose error is a RankError.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('JAXCHE_PROCESS_ID') == '1':\n"
+        "    import jaxche.cli._worker as worker\n"
+        "    from jaxche.replicas._replica import PaceError, Replica\n"
+        "    exit_at_once = worker.exit_at_once\n"
+        "    def late(code): time.sleep(3); exit_at_once(code)\n"
+        "    def refuse(self, local, batch): raise PaceError('the pace is too short')\n"
+        "    worker.exit_at_once, Replica.warm_up = late, refuse\n"
+    )
+    done = run(tmp_path, "--task", "digits", "--pace", "none", "--max-restarts", "1", path=[tmp_path])
+    assert done.returncode == 2, done.stderr
+    assert "jaxche train: error: the pace is too short" in done.stderr
+    assert "restart 1" not in done.stderr
 
 
 def test_one_process_is_a_plain_loop_and_a_dry_run_writes_nothing(tmp_path):

@@ -1,0 +1,209 @@
+"""The NVIDIA driver of this machine, the CUDA and cuDNN of JAX, and the extra of jaxche that fits the driver."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxche.cli._doctor_checks import Finding
+
+# The oldest driver of each CUDA, newest first; scripts/environment.sh has the same numbers.
+_OLDEST_DRIVER = {13: 580, 12: 525}
+_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_mode")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_NO_DRIVER = "sudo modprobe nvidia, or restart the machine; in a container: docker run --gpus all"
+
+
+class Gpu(NamedTuple):
+    """A GPU as the driver lists it; memory in MiB."""
+
+    name: str
+    memory: float
+    used: float
+    mode: str
+
+
+class Driver(NamedTuple):
+    """The driver of this machine; ``error`` if it does not answer, ``cuda`` the newest CUDA that it runs."""
+
+    version: str = ""
+    cuda: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""
+
+
+class Runtime(NamedTuple):
+    """CUDA and cuDNN as a plugin of JAX loads them, and as it was built; numbers as the libraries give them.
+
+    ``error`` names a library that cannot be loaded.
+    """
+
+    cuda: int = 0
+    cudnn: int = 0
+    built_cuda: int = 0
+    built_cudnn: int = 0
+    error: str = ""
+
+
+def gpu_findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list[Finding]:
+    """The lines ``driver`` and ``cuda``; empty on a machine without GPU, driver and plugin.
+
+    ``errors`` are the :func:`plugin_errors` of starting the devices.
+    """
+    from jaxche.cluster import cuda_plugins, wants_gpus
+
+    driver, plugins = read_driver(), cuda_plugins()
+    if not wants_gpus(environ) or (driver == Driver() and not plugins):
+        return []
+    if driver == Driver():
+        return [Finding("driver", "no nvidia-smi and no /proc/driver/nvidia: no GPU of NVIDIA, although JAX has CUDA")]
+    return [driver_finding(driver), cuda_finding(driver, plugins, read_runtime, environ, errors)]
+
+
+def extra_for(driver: str) -> str:
+    """The extra of jaxche whose CUDA a driver of this version runs, or "" if it is too old for any."""
+    major = _major(driver)
+    return next((f"cuda{cuda}" for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), "")
+
+
+def install_line() -> str:
+    """The line that installs JAX with the CUDA that the driver of this machine runs."""
+    extra = extra_for(read_driver().version)
+    return f"pip install 'jaxche[{extra}]'" if extra else "pip install 'jaxche[cuda13]' (or cuda12)"
+
+
+def driver_finding(driver: Driver) -> Finding:
+    """Version of the driver, and the GPUs with their memory."""
+    if driver.error:
+        return Finding("driver", f"nvidia-smi fails: {driver.error}", _NO_DRIVER)
+    text = f"NVIDIA {driver.version}" + (f", for CUDA up to {driver.cuda}" if driver.cuda else "")
+    for gpu in driver.gpus:
+        text += f"; {gpu.name}, {gpu.memory / 1024:.1f} GiB, {gpu.used / 1024:.1f} GiB of it in use"
+        if gpu.mode not in ("Default", "[N/A]", ""):
+            text += f", compute mode {gpu.mode}"
+    if not extra_for(driver.version):
+        oldest = min(_OLDEST_DRIVER.values())
+        return Finding("driver", f"{text}; JAX needs {oldest} or newer", f"install driver {oldest} or newer")
+    return Finding("driver", text)
+
+
+def cuda_finding(
+    driver: Driver,
+    plugins: list[int],
+    read: Callable[[int], Runtime],
+    environ: Mapping[str, str],
+    errors: Sequence[str] = (),
+) -> Finding:
+    """CUDA and cuDNN of JAX, compared with the driver and with those that JAX was built for."""
+    fitting = extra_for(driver.version)
+    if not plugins:
+        text = "JAX is installed without CUDA"
+        if not fitting:
+            return Finding("cuda", text, "pip install 'jaxche[cuda13]' (or cuda12)")
+        return Finding("cuda", f"{text}; the extra for this driver is {fitting}", f"pip install 'jaxche[{fitting}]'")
+    if len(plugins) > 1:
+        wrong = plugins[1] if fitting in ("", f"cuda{plugins[0]}") else plugins[0]
+        text = f"the plugins for CUDA {' and '.join(map(str, plugins))} are both installed"
+        return Finding("cuda", text, f"pip uninstall -y jax-cuda{wrong}-plugin jax-cuda{wrong}-pjrt")
+    major = plugins[0]
+    runtime = read(major)
+    name = f"jax-cuda{major}-plugin"
+    if driver.version and _major(driver.version) < _OLDEST_DRIVER[major]:
+        text = f"{name} needs driver {_OLDEST_DRIVER[major]} or newer, and this is {driver.version}"
+        fix = f"pip uninstall -y {name} jax-cuda{major}-pjrt; pip install 'jaxche[{fitting}]'" if fitting else ""
+        return Finding("cuda", text, fix or f"install driver {_OLDEST_DRIVER[major]} or newer")
+    own = "LD_LIBRARY_PATH" in environ
+    elsewhere = "unset LD_LIBRARY_PATH, which comes before the libraries of pip"
+    again = f"pip install --force-reinstall 'jax[cuda{major}]=={importlib.metadata.version('jax')}'"
+    if runtime.error:
+        return Finding("cuda", f"{name} cannot load {runtime.error}", elsewhere if own else again)
+    text = f"CUDA {show_cuda(runtime.cuda)}, cuDNN {show_cudnn(runtime.cudnn)} ({name} was built for "
+    text += f"{show_cuda(runtime.built_cuda)} and {show_cudnn(runtime.built_cudnn)}); extra cuda{major}"
+    if runtime.cudnn // 100 < runtime.built_cudnn // 100:
+        return Finding("cuda", text, elsewhere if own else f"pip install -U nvidia-cudnn-cu{major}")
+    if runtime.cuda // 1000 < runtime.built_cuda // 1000:
+        return Finding("cuda", text, elsewhere if own else f"pip install -U 'jax[cuda{major}]'")
+    if errors:
+        # The library of the driver, which no package of pip has.
+        driverless = "cuInit" in errors[0] or "libcuda" in errors[0]
+        fix = _NO_DRIVER if driverless else elsewhere if own else again
+        return Finding("cuda", f"{name} does not start: {errors[0]}; {text}", fix)
+    return Finding("cuda", text)
+
+
+def read_driver() -> Driver:
+    """The driver as ``nvidia-smi`` describes it, else as ``/proc/driver/nvidia`` does."""
+    code, output = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    if code is None:  # a container may lack nvidia-smi
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _read(_DRIVER_FILE))
+        return Driver(found[1]) if found else Driver()
+    if code:
+        return Driver(error=(output.strip().splitlines() or [f"exit code {code}"])[0])
+    gpus, version = [], ""
+    for line in output.strip().splitlines():
+        name, version, memory, used, mode = (word.strip() for word in line.rsplit(",", len(_FIELDS) - 1))
+        gpus.append(Gpu(name, _number(memory), _number(used), mode))
+    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", _nvidia_smi()[1])
+    return Driver(version, cuda[1] if cuda else "", tuple(gpus))
+
+
+def read_runtime(major: int) -> Runtime:
+    """The versions that the plugin of JAX finds, after JAX has loaded the libraries."""
+    try:
+        versions: Any = importlib.import_module(f"jax_cuda{major}_plugin._versions")
+    except ImportError as error:
+        return Runtime(error=f"its own library ({error})")
+    found = {}
+    for name, function in (("cuda", "cuda_runtime"), ("cudnn", "cudnn")):
+        try:
+            found[name] = int(getattr(versions, f"{function}_get_version")())
+            found[f"built_{name}"] = int(getattr(versions, f"{function}_build_version")())
+        except Exception as error:  # a version function of jaxlib raises whatever the missing library makes it raise
+            label = {"cuda": "the CUDA runtime", "cudnn": "cuDNN"}[name]
+            return Runtime(**found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
+    return Runtime(**found)
+
+
+def show_cuda(version: int) -> str:
+    """12090 as "12.9"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def show_cudnn(version: int) -> str:
+    """91002 as "9.10.2"."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _nvidia_smi(*options: str) -> tuple[int | None, str]:
+    """Exit code and output; the code is None where the program is missing."""
+    try:
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return None, ""
+    except subprocess.TimeoutExpired:
+        return 124, "no answer in 30 s"
+    return done.returncode, done.stdout or done.stderr
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf8")
+    except OSError:
+        return ""
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]" on devices that share the memory of the machine
+        return 0.0
