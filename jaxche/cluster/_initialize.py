@@ -52,7 +52,8 @@ _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
 _PREEMPTION_SERVICE = "JAX_ENABLE_PREEMPTION_SERVICE"
 # The processes that have printed their error. Process 0 waits for them, and then until they have exited, in seconds.
-_FAILED, _PRINT_S, _EXIT_S = "jaxche/failed", 5.0, 0.2
+# An error of process 0 may be one that all raise, as for an invalid argument, or its own, for which none waits.
+_FAILED, _PRINT_S, _OWN_S, _EXIT_S = "jaxche/failed", 5.0, 1.0, 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,8 +321,8 @@ def _exit_last(error: BaseException, exits: threading.Event) -> None:
     with contextlib.suppress(Exception):  # of JAX: the coordinator is gone, or a process has printed no error
         if state.process_id:
             state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
-        elif isinstance(error, RankError):
-            deadline = time.monotonic() + _PRINT_S
+        else:
+            deadline = time.monotonic() + (_PRINT_S if isinstance(error, RankError) else _OWN_S)
             for process in range(1, state.num_processes):
                 left_s = deadline - time.monotonic()
                 state.client.blocking_key_value_get(f"{_FAILED}/{process}", round(1e3 * left_s))

@@ -335,8 +335,12 @@ def _run(program: MetricProgram, group: Group, source: Source, placement: Any, l
     results = []
     try:
         for index, batch in source:
-            call = program.compiled(placement, local, batch)
-            in_flight.append(Result(index, batch_size(batch), call(local, batch, index)))
+            try:
+                call = program.compiled(placement, local, batch)
+                in_flight.append(Result(index, batch_size(batch), call(local, batch, index)))
+            except Exception as error:  # of a batch of another form, or under jax_debug_nans
+                error.add_note(f"raised by batch {index} of the data of this evaluation")
+                raise
             if len(in_flight) == _IN_FLIGHT:
                 results.append(_on_host(in_flight.popleft()))
             group.watchdog.heartbeat_while_waiting()

@@ -252,6 +252,25 @@ def test_a_rank_that_hangs_ends_all_where_nobody_hears_heartbeats(script, capfd)
     assert {line[:3] for line in told if line.startswith("[") and "in waits_for_ever" in line} == {"[1]"}
 
 
+def test_an_error_of_all_ranks_is_printed_by_each(script, capfd, monkeypatch):
+    """Without lines of the coordinator, which process 0 would otherwise end first."""
+    monkeypatch.setattr("jaxche.cluster._worker_group._ERROR_OUTPUT_S", 30.0)
+    command = script("""
+        import time
+        import optax
+        import jaxche
+
+        jaxche.initialize(timeout_s=60)
+        time.sleep(0.3 * jaxche.process_shard()[0])
+        jaxche.Trainer(lambda w, batch: w, optax.sgd(0.1), policy="often")
+    """)
+    assert launch(command, 2, grace_s=30.0) == 1
+    told = capfd.readouterr().err.splitlines()
+    for rank in range(2):
+        assert any(line.startswith(f"[{rank}] ValueError: ") and "'often'" in line for line in told)
+    assert not any("oordination" in line for line in told)
+
+
 def test_the_rank_that_failed_prints_its_error_also_if_it_is_slow(script, capfd, monkeypatch):
     """JAX ends it as soon as process 0 has exited."""
     monkeypatch.setattr("jaxche.cluster._worker_group._ERROR_OUTPUT_S", 30.0)

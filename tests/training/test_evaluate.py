@@ -424,6 +424,15 @@ def test_an_error_in_one_replica_ends_all(trained):
     assert threading.active_count() <= threads
 
 
+def test_an_error_has_the_batch(trained):
+    problem, trainer, state = trained()
+    batches = [{**problem.data[i]} for i in range(4)]
+    batches[2]["x"] = np.full_like(batches[2]["x"], np.nan)
+    with jax.debug_nans(True), pytest.raises(Exception, match="nan") as raised:
+        trainer.evaluate(state, batches, metric_fn)
+    assert "raised by batch 2 of the data of this evaluation" in raised.value.__notes__
+
+
 def test_programs_are_kept_for_the_functions_of_the_last_evaluations(trained):
     problem, trainer, state = trained()
     trainer.evaluate(state, problem.data, metric_fn)
