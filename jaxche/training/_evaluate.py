@@ -222,7 +222,7 @@ def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metric
             "arguments of the update, e.g. metrics=nnx.metrics.Accuracy(), metric_fn=lambda model, batch: {'logits': "
             "model(batch['x']), 'labels': batch['y']}"
         )
-    programs, updates = trainer.metric_programs, metrics is not None
+    programs, updates = trainer._metric_programs, metrics is not None
     for program in programs:
         if program.metric_fn == metric_fn and program.updates == updates:
             return program

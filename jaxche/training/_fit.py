@@ -318,7 +318,7 @@ class _Arguments(NamedTuple):
         if limits["epochs"] is None and is_stream(self.data) and as_stream(self.data).has_one_epoch:
             limits = limits | {"epochs": 1}
         end = End.of_fit(state, **limits)
-        size = trainer.readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
+        size = trainer._readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
         every = {name: as_every(name, value) for name, value in self.frequencies.items()}
         self._refuse_unused(every)
         config = self.checkpoints

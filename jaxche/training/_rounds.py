@@ -94,7 +94,7 @@ class Rounds:
     def __init__(self, settings: Settings):
         self._settings, self._group = settings, settings.group
         self._has_peers = self._group.num_processes > 1
-        self.readers = readers = Readers(settings)
+        self._readers = readers = Readers(settings)
         engine = (StagedEngine if settings.staged else PreparedEngine)(settings, readers)
         self._engine = self._local_engine = engine
         self._engines = [engine]
@@ -102,7 +102,7 @@ class Rounds:
             sync = replace(settings, average="gradients", merge="steps", opt_state="local")
             self._sync_engine = PreparedEngine(sync, readers)
             self._engines.append(self._sync_engine)
-        self.metric_programs: list[Any] = []  # of the last evaluations
+        self._metric_programs: list[Any] = []  # of the last evaluations
 
     @property
     def policy(self) -> ApplyPolicy:

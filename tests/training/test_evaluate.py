@@ -63,7 +63,7 @@ def test_the_result_repeats_on_any_replicas(make_problem, devices):
         state = trainer.init(problem.params)
         found += [trainer.evaluate(state, problem.data, metric_fn) for _ in range(2)]
         # Once for each replica, and for the smaller batch where it is run.
-        assert replicas < trainer.metric_programs[0].compilations <= 2 * replicas
+        assert replicas < trainer._metric_programs[0].compilations <= 2 * replicas
     assert found == [found[0]] * 8
 
 
@@ -436,15 +436,15 @@ def test_an_error_has_the_batch(trained):
 def test_programs_are_kept_for_the_functions_of_the_last_evaluations(trained):
     problem, trainer, state = trained()
     trainer.evaluate(state, problem.data, metric_fn)
-    program = trainer.metric_programs[0]
+    program = trainer._metric_programs[0]
     compiled = program.compilations
     for i in range(3):
         trainer.evaluate(state, problem.data, lambda params, batch, i=i: {"i": float(i)})
     trainer.evaluate(state, problem.data, metric_fn)
-    assert trainer.metric_programs[0] is program
+    assert trainer._metric_programs[0] is program
     assert program.compilations <= compiled + 1  # the smaller batch on the other replica
     trainer.evaluate(state, problem.data, lambda params, batch: {"j": 1.0})
-    assert len(trainer.metric_programs) == 4
+    assert len(trainer._metric_programs) == 4
 
 
 def test_batches_are_dealt_out_by_speed_in_the_order_of_the_processes():

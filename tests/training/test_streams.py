@@ -374,6 +374,6 @@ def test_pipelines_take_streams_within_a_process_and_refuse_them_over_several(de
     trainer.fit(state, batches(), progress=False)
     assert ids(trained) == all_ids((0,))
     settings = replace(trainer._settings, processes_of_ranks=[(0, 1)])
-    monkeypatch.setattr(trainer.readers, "_settings", settings)
+    monkeypatch.setattr(trainer._readers, "_settings", settings)
     with pytest.raises(ValueError, match=r"stages of a replica that are in several processes.*jaxche.Batches"):
         trainer.fit(state, jaxche.Stream(batches, shards=False))
