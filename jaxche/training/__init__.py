@@ -4,7 +4,6 @@ from jaxche.data import Batches, Stream, process_shard
 from jaxche.replicas import BatchOutputs, MergeMismatchError, PaceError
 from jaxche.training._arguments import DEFAULT_CADENCE
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
 from jaxche.training._state import TrainerState
@@ -23,7 +22,6 @@ __all__ = [
     "Stream",
     "Trainer",
     "TrainerState",
-    "fit",
     "linen_loss",
     "process_shard",
 ]

@@ -59,14 +59,13 @@ def fit(
     log_every: Every | int | None = None,
     checkpoint_every: Every | int | None = None,
 ) -> tuple[TrainerState, History]:
-    """Train for some epochs, steps, examples or seconds; called as ``trainer.fit``.
+    """Train for some epochs, steps, examples or seconds.
 
     Training ends at the first limit. Each counts from the given state; if a checkpoint folder has a later state of the
     same run, training continues from that and ends where it would have ended.
 
     Args:
-      trainer: the trainer.
-      state: the state to start from.
+      state: from :meth:`init` or an earlier fit.
       data: ``len(data)`` batches, ``data[i]``; or an iterable of batches, see :class:`~jaxche.Stream`.
       epochs: how many more epochs, from the state's own epoch on. None is one epoch, or no limit if there is another;
         an iterator, which can be read once, has one.
@@ -90,11 +89,11 @@ def fit(
       max_time: how many more seconds. Training ends at the first merge after. Only steps, waits and merges count, as in
         ``RoundInfo.clock_ms``, not compilation, evaluation, callbacks and checkpoints. On a
         :class:`~jaxche.VirtualFleet` these are its seconds.
-      validation: data to evaluate the merged parameters on, as for :meth:`Trainer.evaluate`. The results are in
+      validation: data to evaluate the merged parameters on, as for :meth:`evaluate`. The results are in
         ``RoundInfo.validation``, and so in the history, its plot, the progress line and the loggers. One batch is
         read before the first step, to refuse what could not be evaluated.
-      metric_fn: of the evaluation, see :meth:`Trainer.evaluate`.
-      metrics: of the evaluation, as for :meth:`Trainer.evaluate`.
+      metric_fn: of the evaluation, see :meth:`evaluate`.
+      metrics: of the evaluation, as for :meth:`evaluate`.
       eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch. The
         last round is always evaluated, unless training was interrupted.
       log_every: how often the progress prints a line, and a :class:`~jaxche.reports.Logger` such as TensorBoard's gets
@@ -110,7 +109,7 @@ def fit(
     Raises:
       ValueError: a limit or a frequency that is not above 0, validation data that can be read once only, an argument
         without the one that it is about, checkpoints that cannot be written or are of another run, or an argument that
-        :meth:`Trainer.round` refuses.
+        :meth:`round` refuses.
       OSError: there was no space for the last checkpoint; the state is in ``trainer.last_good_state``.
       RuntimeError: this process replaces one that died, and the members refuse to admit it; gives the reason.
       SystemExit: with code 143 after preemption; with code 0 in such a replacement process if the fit has ended.

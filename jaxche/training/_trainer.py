@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,16 +15,14 @@ from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, merge_share
 from jaxche.distributed import ElasticGroup
 from jaxche.drawing import brief, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs
-from jaxche.reports import Every, History, RoundInfo
+from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule
 from jaxche.sharding import Device, NoShard, ShardingStrategy, show_bytes
 from jaxche.stages import Partitioned
 from jaxche.training._arguments import Arguments, rule_text
-from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import check_recorded
 from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._fit import fit
-from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
 from jaxche.training._plan import GivenRound
 from jaxche.training._rounds import Rounds, checked_state
@@ -239,69 +236,7 @@ class Trainer(Rounds):
         rules += [f"scaling={rule_text(settings.scaling.rule)}"] if settings.scaling else []
         return f"Trainer({', '.join([_replicas_text(self._engine.devices, settings.fleet), *rules])})"
 
-    @short_traceback
-    def fit(
-        self,
-        state: TrainerState,
-        data: Any,
-        epochs: int | None = None,
-        callbacks: Sequence[Callback] = (),
-        progress: bool = True,
-        dry_run: bool = False,
-        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
-        *,
-        max_steps: int | None = None,
-        max_examples: int | None = None,
-        max_time: float | None = None,
-        validation: Any = None,
-        metric_fn: Callable[..., Any] | None = None,
-        metrics: Any = None,
-        eval_every: Every | int | None = None,
-        log_every: Every | int | None = None,
-        checkpoint_every: Every | int | None = None,
-    ) -> tuple[TrainerState, History]:
-        """Train for some epochs, steps, examples or seconds; :func:`jaxche.training.fit` describes all in full.
-
-        Args:
-          state: from :meth:`init` or an earlier fit.
-          data: as for :meth:`round`.
-          epochs: how many more epochs; by default one, or no limit if there is another one. The first limit ends it.
-          callbacks: called with ``(state, info)`` after every round; a true result stops training.
-          progress: show a bar on rank 0.
-          dry_run: compile, run one batch on every replica and one merge, and return the state unchanged.
-          checkpoints: a folder, or :class:`~jaxche.Checkpoints`: save there, and continue from the newest checkpoint.
-          max_steps: how many more steps; a step is a batch that any replica trains on.
-          max_examples: how many more examples, to the first merge after.
-          max_time: how many more seconds of steps, waits and merges, to the first merge after.
-          validation: data to evaluate, as for :meth:`evaluate`; the results are in ``RoundInfo.validation``.
-          metric_fn: as for :meth:`evaluate`.
-          metrics: as for :meth:`evaluate`.
-          eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch.
-          log_every: how often lines are printed and loggers get a round.
-          checkpoint_every: how often to save; by default as in :class:`~jaxche.Checkpoints`.
-
-        Returns:
-          ``(state, history)``.
-        """
-        return fit(
-            self,
-            state,
-            data,
-            epochs,
-            callbacks,
-            progress,
-            dry_run,
-            checkpoints,
-            max_steps=max_steps,
-            max_examples=max_examples,
-            max_time=max_time,
-            validation=validation,
-            metric_fn=metric_fn,
-            metrics=metrics,
-            eval_every=eval_every,
-            log_every=log_every,
-            checkpoint_every=checkpoint_every,
-        )
+    fit = short_traceback(fit)
 
     @short_traceback
     def evaluate(
