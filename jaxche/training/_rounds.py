@@ -35,7 +35,7 @@ from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import MergeScale, exposed_ms, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
-from jaxche.sharding import check_params
+from jaxche.sharding import check_params, check_update
 from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
     check_metrics_of_model,
@@ -45,7 +45,6 @@ from jaxche.training._optimizer_checks import (
     check_opt_state,
     check_trajectory,
     check_unscaled,
-    check_update,
 )
 from jaxche.training._plan import (
     ENDLESS,
@@ -118,7 +117,7 @@ class Rounds(Arguments):
         staged = isinstance(self._engine, StagedEngine)
         shapes = check_params(params, "trainer.init")
         check_unscaled(self._tx, shapes)
-        check_update(self._tx, shapes, staged)
+        check_update(self._tx, *(shapes if staged else [shapes]))
         check_trajectory(self._tx, shapes, self.average, self._engine.world_size)
         check_accumulators(self._groups, self._opt_state, self._tx, shapes)
         if self.world_size > 1:
