@@ -262,5 +262,5 @@ class PreparedEngine(Engine):
         for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
             memory = replica.memory(local)
             rows = min(row_limit(self.batch_size, memory, replica.placement), MOST_ROWS)
-            found.append((self.order[rank], memory, rows))
+            found.append((self.order[rank], memory.by_purpose, rows))
         return found
