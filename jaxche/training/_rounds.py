@@ -29,7 +29,7 @@ from jaxche.cadence import (
     merge_share,
     paused_ms,
 )
-from jaxche.data import Reader, StreamReader
+from jaxche.data import Reader
 from jaxche.distributed import hang_timeout
 from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import MergeScale, exposed_ms, in_order
@@ -345,7 +345,7 @@ class Rounds(Arguments):
 
     def _prepared_plan(
         self,
-        reader: Reader | StreamReader,
+        reader: Reader,
         state: TrainerState,
         data: Any,
         end: End = ENDLESS,
