@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import add_weighted, zero_sums
+from jaxche.averaging import add_weighted, split_like, zero_sums
 from jaxche.cadence import RoundPlan
 from jaxche.scaling import (
     AdamScale,
@@ -216,13 +216,10 @@ class Scaling:
         if not self.joined:
             return joined
         leaves, treedef = jax.tree.flatten(like)
-        large = iter(joined)
-        found = [next(large) if x.size >= _SMALL else None for x in leaves]
-        small, start = next(large, jnp.zeros(0)), 0
-        for i, x in enumerate(leaves):
-            if found[i] is None:
-                found[i] = small[start : start + x.size].reshape(x.shape).astype(x.dtype)
-                start += x.size
+        arrays = list(joined)
+        small = [x for x in leaves if x.size < _SMALL]
+        parts, large = iter(split_like(arrays.pop(), small) if small else ()), iter(arrays)
+        found = [next(parts).astype(x.dtype) if x.size < _SMALL else next(large) for x in leaves]
         return jax.tree.unflatten(treedef, found)
 
     def _with_groups(self, joined: Any, noise: Any) -> Any:
