@@ -9,6 +9,7 @@ from jaxche.averaging._trees import add_weighted as add_weighted
 from jaxche.averaging._trees import escape_name as escape_name
 from jaxche.averaging._trees import is_float as is_float
 from jaxche.averaging._trees import path_names as path_names
+from jaxche.averaging._trees import split_like as split_like
 from jaxche.averaging._trees import sum_dtype as sum_dtype
 from jaxche.averaging._trees import weighted as weighted
 from jaxche.averaging._trees import zero_sums as zero_sums

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxche.averaging._trees import is_float, weighted
+from jaxche.averaging._trees import is_float, split_like, weighted
 
 # One all-reduce a leaf costs a network round trip a leaf; one for all leaves doubles the memory of a large model.
 # With buckets of this size a small model takes one all-reduce, and a large one a few that amortise latency.
@@ -23,11 +23,10 @@ def psum_buckets(tree: Any, axis_name: str) -> Any:
         if len(bucket) == 1:
             summed[bucket[0]] = lax.psum(leaves[bucket[0]], axis_name)
             continue
-        flat = lax.psum(jnp.concatenate([leaves[i].ravel() for i in bucket]), axis_name)
-        offset = 0
-        for i in bucket:
-            summed[i] = flat[offset : offset + leaves[i].size].reshape(leaves[i].shape)
-            offset += leaves[i].size
+        arrays = [leaves[i] for i in bucket]
+        flat = lax.psum(jnp.concatenate([x.ravel() for x in arrays]), axis_name)
+        for i, x in zip(bucket, split_like(flat, arrays), strict=True):
+            summed[i] = x
     return jax.tree.unflatten(treedef, summed)
 
 

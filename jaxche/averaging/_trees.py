@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,13 @@ def weighted(tree: Any, weight: jax.Array) -> Any:
 def add_weighted(sums: Any, tree: Any, weight: jax.Array) -> Any:
     r"""One more term of a weighted sum, :math:`s + w x`; the first sums are :func:`zero_sums`."""
     return jax.tree.map(jnp.add, sums, weighted(tree, weight))
+
+
+def split_like(vector: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Arrays of these shapes from the vector of all their numbers, in order, in its dtype."""
+    ends = list(itertools.accumulate(x.size for x in arrays))
+    parts = jnp.split(vector, ends[:-1])
+    return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
 
 
 def path_names(path: Sequence[Any]) -> tuple[str, ...]:

@@ -6,30 +6,26 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxche.cadence._tuners import JUMP, MEMORY, middle
+from jaxche.cadence._rank_times import RankTimes
 from jaxche.drawing import per_rank
 
-# Sizes of a step whose times are stored for each rank.
-_SIZES = 4
 # The shares change if that makes the round shorter by this part of it and by this number of ms. The first change needs
 # more, so that equal devices whose times jitter keep whole batches.
 _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
-# Reports of each rank before the first change; a first one may include compilation.
-_REPORTS = 3
 # Shares that are stored because their programs are compiled.
 _USED = 8
-# An idle rank is tried again after so many times its longest step, which takes at most 2 % of the time; and if it stays
-# idle, each time after twice as long.
-_PATIENCE = 50
 
-# Milliseconds of steps of one size: (rows of a step, the last times, newest first).
-Sample = tuple[float, tuple[float, ...]]
-# Shares: the rows of each rank, the steps in which it runs them, and the batches of the joined batch.
-Used = tuple[tuple[int, ...], tuple[int, ...], int]
+
+class Split(NamedTuple):
+    """The rows of each rank, the steps in which it runs them, and the batches of the joined batch."""
+
+    rows: tuple[int, ...]
+    steps: tuple[int, ...]
+    joined: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,12 +45,10 @@ class RowShares:
       rows: rows of each rank in the next round; empty for whole batches.
       steps: steps of each rank in which it runs them.
       joined: batches of the joined batch.
-      samples: the measured times of each rank, by the size of the step.
+      ranks: the measured times of each rank.
       used: the shares so far, newest first; the last are those of the start, in which every rank has rows.
       compile_ms: the longest compilation of new shares.
       lost_ms: what the rounds since the last new shares have lost against the best ones.
-      idle_ms: the time of rounds since each rank last took part.
-      tries: how often each idle rank was tried again.
 
     Example:
       >>> shares = RowShares()
@@ -67,12 +61,10 @@ class RowShares:
     rows: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     joined: int = 0
-    samples: tuple[tuple[Sample, ...], ...] = ()
-    used: tuple[Used, ...] = ()
+    ranks: tuple[RankTimes, ...] = ()
+    used: tuple[Split, ...] = ()
     compile_ms: float = 0.0
     lost_ms: float = 0.0
-    idle_ms: tuple[float, ...] = ()
-    tries: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """One line, without the measured times."""
@@ -91,40 +83,23 @@ class RowShares:
           wall_ms: its time in them.
           compile_ms: the compilation of new shares before the round.
         """
-        world, round_ms, all_due = len(wall_ms), max(wall_ms), self.due()
-        samples, idle_ms, tries = list(self.samples or ((),) * world), [*self.idle_ms], [*self.tries]
-        idle_ms, tries = idle_ms or [0.0] * world, tries or [0] * world
-        for rank, (n, r, wall) in enumerate(zip(steps, rows, wall_ms, strict=True)):
-            is_due = bool(all_due) and all_due[rank]
-            if not (n and wall > 0 and r):
-                idle_ms[rank] += round_ms
-                continue
-            # The times from before a rank was idle are forgotten.
-            samples[rank] = ((r / n, (wall / n,) * _REPORTS),) if is_due else _pushed(samples[rank], r / n, wall / n)
-            idle_ms[rank], tries[rank] = 0.0, tries[rank] + 1 if is_due else 0
-        return replace(
-            self,
-            samples=tuple(samples),
-            compile_ms=max(self.compile_ms, compile_ms),
-            idle_ms=tuple(idle_ms),
-            tries=tuple(tries),
-        )
+        ranks, round_ms = self.ranks or (RankTimes(),) * len(wall_ms), max(wall_ms)
+        given = zip(ranks, steps, rows, wall_ms, strict=True)
+        ranks = tuple(one.report(n, r, wall, round_ms) for one, n, r, wall in given)
+        return replace(self, ranks=ranks, compile_ms=max(self.compile_ms, compile_ms))
 
     def due(self) -> tuple[bool, ...]:
-        """Whether each rank is to be tried again, because it has long been idle: it may have been slow for a while."""
-        return tuple(
-            ms > 0 and bool(own) and ms >= _PATIENCE * 2**tries * max(middle(times) for _, times in own)
-            for ms, tries, own in zip(self.idle_ms, self.tries, self.samples, strict=False)
-        )
+        """Whether each rank is to be tried again, because it has long been idle."""
+        return tuple(one.is_due for one in self.ranks)
 
     @property
     def is_measured(self) -> bool:
         """Whether every rank has reported often enough."""
-        return bool(self.samples) and all(sum(len(ms) for _, ms in own) >= _REPORTS for own in self.samples)
+        return bool(self.ranks) and all(one.is_measured for one in self.ranks)
 
     def fit(self) -> tuple[np.ndarray, np.ndarray]:
         """``(f, s)``: milliseconds of a step without rows, and milliseconds a row, of each rank."""
-        lines = np.array([_line(own) for own in self.samples])
+        lines = np.array([one.line for one in self.ranks])
         return lines[:, 0], lines[:, 1]
 
     def times(self, rows: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> np.ndarray:
@@ -154,25 +129,29 @@ class RowShares:
         fixed, slope = self.fit()
         most = np.array(max_rows if max_rows is not None else [math.inf] * len(fixed))
 
-        def round_ms(shares: RowShares) -> float:
-            return float(_times(fixed, slope, shares.rows, shares.steps).max())
+        def round_ms(split: Split) -> float:
+            return float(_times(fixed, slope, split.rows, split.steps).max())
 
-        best = self._best(fixed, slope, joined, batch_rows, unit, most, local)
+        best = _best(fixed, slope, joined, batch_rows, unit, most, local)
         kept, now, gain = self, math.inf, _GAIN
         if self.rows and self.joined == joined:
-            now = round_ms(self)
+            now = round_ms(Split(self.rows, self.steps, self.joined))
         elif not self.rows and joined == len(fixed):
             now, gain = float((fixed + slope * batch_rows).max()), _FIRST_GAIN
         due = [rank for rank, is_due in enumerate(self.due()) if is_due]
         if not due and round_ms(best) > _limit(now, gain):
             return self
-        compiled = self._compiled(joined, joined * batch_rows, most)
+        compiled = [
+            one
+            for one in self.used
+            if one.joined == joined and sum(one.rows) == joined * batch_rows and _fits(one, most)
+        ]
         if tried := [one for one in compiled if due and all(one.rows[rank] for rank in due)]:
-            return min(tried, key=round_ms)
+            return self._taking(min(tried, key=round_ms))
         # First those whose programs are compiled.
         known = min(compiled, key=round_ms, default=None)
         if known is not None and round_ms(known) <= _limit(now, gain):
-            kept, now, gain = known, round_ms(known), _GAIN
+            kept, now, gain = self._taking(known), round_ms(known), _GAIN
         if round_ms(best) > _limit(now, gain):
             return kept
         # The first change, and shares for joined batches of another length, wait for nothing.
@@ -181,40 +160,10 @@ class RowShares:
             if lost_ms < self.compile_ms:
                 return replace(kept, lost_ms=lost_ms)
         *used, first = self.used or (_equal(joined, batch_rows, len(fixed)),)
-        return replace(best, used=((best.rows, best.steps, joined), *used[: _USED - 2], first), lost_ms=0.0)
+        return replace(self._taking(best), used=(best, *used[: _USED - 2], first), lost_ms=0.0)
 
-    def _best(
-        self,
-        fixed: np.ndarray,
-        slope: np.ndarray,
-        joined: int,
-        batch_rows: int,
-        unit: int,
-        most: np.ndarray,
-        local: bool,
-    ) -> RowShares:
-        """The shares with the shortest round."""
-        total = joined * batch_rows
-        steps = np.ones(len(fixed), np.int64)
-        rows = fill(total, fixed, slope, unit)
-        for _ in range(4):
-            needed = np.maximum(np.ceil(rows / most), 1)
-            if local:
-                needed = np.maximum(needed, np.round(rows / batch_rows))
-            if (needed == steps).all():
-                break
-            steps = needed.astype(np.int64)
-            rows = fill(total, steps * fixed, slope, unit)
-        steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
-        return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()), joined=joined)
-
-    def _compiled(self, joined: int, total: int, most: np.ndarray) -> list[RowShares]:
-        """The shares of this length that were used before, and that all ranks have memory for."""
-        return [
-            replace(self, rows=rows, steps=steps, joined=joined)
-            for rows, steps, length in self.used
-            if length == joined and sum(rows) == total and _fits(rows, steps, most)
-        ]
+    def _taking(self, split: Split) -> RowShares:
+        return replace(self, rows=split.rows, steps=split.steps, joined=split.joined)
 
     def without(self) -> RowShares:
         """Shares of whole batches, with the measured times."""
@@ -223,16 +172,36 @@ class RowShares:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
         """The shares from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
-        samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
-        lists = {name: tuple(saved.get(name, ())) for name in ("rows", "steps", "idle_ms", "tries")}
-        used = tuple((tuple(rows), tuple(steps), joined) for rows, steps, joined in saved.get("used", ()))
-        return cls(**{**saved, **lists, "samples": samples, "used": used})
+        ranks = tuple(map(RankTimes.from_dict, saved["ranks"]))
+        used = tuple(Split(tuple(rows), tuple(steps), joined) for rows, steps, joined in saved["used"])
+        return cls(
+            **{**saved, "rows": tuple(saved["rows"]), "steps": tuple(saved["steps"]), "ranks": ranks, "used": used}
+        )
 
 
-def _equal(joined: int, batch_rows: int, world: int) -> Used:
+def _best(
+    fixed: np.ndarray, slope: np.ndarray, joined: int, batch_rows: int, unit: int, most: np.ndarray, local: bool
+) -> Split:
+    """The split with the shortest round."""
+    total = joined * batch_rows
+    steps = np.ones(len(fixed), np.int64)
+    rows = fill(total, fixed, slope, unit)
+    for _ in range(4):
+        needed = np.maximum(np.ceil(rows / most), 1)
+        if local:
+            needed = np.maximum(needed, np.round(rows / batch_rows))
+        if (needed == steps).all():
+            break
+        steps = needed.astype(np.int64)
+        rows = fill(total, steps * fixed, slope, unit)
+    steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
+    return Split(tuple(rows.tolist()), tuple(steps.tolist()), joined)
+
+
+def _equal(joined: int, batch_rows: int, world: int) -> Split:
     """Equal parts in steps of at most a batch, as before times are known; with a batch for each rank, whole batches."""
     rows = fill(joined * batch_rows, np.zeros(world), np.ones(world))
-    return tuple(rows.tolist()), (-(-joined // world),) * world, joined
+    return Split(tuple(rows.tolist()), (-(-joined // world),) * world, joined)
 
 
 def _limit(now_ms: float, gain: float) -> float:
@@ -240,9 +209,9 @@ def _limit(now_ms: float, gain: float) -> float:
     return min((1 - gain) * now_ms, now_ms - _GAIN_MS)
 
 
-def _fits(rows: Sequence[int], steps: Sequence[int], most: np.ndarray) -> bool:
+def _fits(split: Split, most: np.ndarray) -> bool:
     """Whether every rank has memory for its steps."""
-    return all(r <= n * m for r, n, m in zip(rows, steps, most, strict=True) if r)
+    return all(r <= n * m for r, n, m in zip(split.rows, split.steps, most, strict=True) if r)
 
 
 def _times(fixed: np.ndarray, slope: np.ndarray, rows: Any, steps: Any) -> np.ndarray:
@@ -276,31 +245,3 @@ def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.
         rows[i], left = rows[i] + taken, left - taken
         heapq.heappush(heap, (end + slope[i] * unit, i))
     return rows
-
-
-def _pushed(own: tuple[Sample, ...], size: float, ms: float) -> tuple[Sample, ...]:
-    """The samples with one more time of steps of ``size`` rows; a change of speed rescales the other sizes too."""
-    found = dict(own)
-    times = (ms, *found.pop(size, ()))[:MEMORY]
-    if own and len(times) > 1:
-        fixed, slope = _line(own)
-        expected, seen = fixed + slope * size, middle(times)
-        if abs(seen - expected) > JUMP * expected:
-            found = {b: tuple(t * seen / expected for t in old) for b, old in found.items()}
-    return ((size, times), *list(found.items())[: _SIZES - 1])
-
-
-def _line(own: tuple[Sample, ...]) -> tuple[float, float]:
-    """``(f, s)`` of the least-squares line through the samples, both at least 0; without two sizes f is 0."""
-    if not own:
-        return 0.0, 0.0
-    # A few numbers, for which plain Python is faster than NumPy; fsum adds alike in every Python.
-    size, ms = [float(b) for b, _ in own], [middle(times) for _, times in own]
-    slope = math.inf
-    if len(own) > 1:
-        mean = math.fsum(size) / len(size)
-        spread = [b - mean for b in size]
-        slope = math.fsum(d * t for d, t in zip(spread, ms, strict=True)) / math.fsum(d * d for d in spread)
-    # The newest sample counts most: the line goes through it.
-    slope = min(max(slope, 0.05 * ms[0] / size[0]), ms[0] / size[0])
-    return ms[0] - slope * size[0], slope

@@ -3,13 +3,15 @@
 from jaxche.data._batches import Batches
 from jaxche.data._batches import Feed as Feed
 from jaxche.data._batches import Key as Key
-from jaxche.data._batches import Reader as Reader
+from jaxche.data._batches import SequenceReader as SequenceReader
 from jaxche.data._batches import Threads as Threads
 from jaxche.data._batches import checked_length as checked_length
 from jaxche.data._batches import non_finite_leaves as non_finite_leaves
 from jaxche.data._batches import reading as reading
 from jaxche.data._iterator_state import from_json as from_json
 from jaxche.data._iterator_state import to_json as to_json
+from jaxche.data._reader import Reader as Reader
+from jaxche.data._reader import StreamPosition as StreamPosition
 from jaxche.data._stream import EPOCH_SIZE as EPOCH_SIZE
 from jaxche.data._stream import Stream, process_shard
 from jaxche.data._stream import as_batch as as_batch
@@ -18,7 +20,6 @@ from jaxche.data._stream import check_stream as check_stream
 from jaxche.data._stream import epoch_size as epoch_size
 from jaxche.data._stream import is_same as is_same
 from jaxche.data._stream import is_stream as is_stream
-from jaxche.data._stream_reader import StreamPosition as StreamPosition
 from jaxche.data._stream_reader import StreamReader as StreamReader
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.

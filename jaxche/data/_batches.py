@@ -288,7 +288,7 @@ class BatchReader(Protocol):
     def stop(self) -> None: ...
 
 
-class Reader:
+class SequenceReader:
     """Prefetches ``depth`` batches per replica on one background thread.
 
     So devices do not wait for NumPy, and user code is not called from two threads at once. ``nondeterministic`` is

@@ -4,49 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 from jaxche.cadence import Piece, RoundPlan, interleave
 from jaxche.data._batches import Feed, Key, Step
+from jaxche.data._reader import DataState, State, StreamPosition
 from jaxche.data._stream import EPOCH_SIZE, Stream
 from jaxche.data._stream_queue import Place, StreamQueue
 from jaxche.distributed import Group
 
 
-class StreamPosition(NamedTuple):
-    """The position in an epoch of a stream, or of the streams of all processes if each reads its own."""
-
-    taken: tuple[int, ...]  # batches that were trained on
-    ended: tuple[bool, ...]
-    states: tuple[Any, ...] = ()  # of the iterators, in a state from a checkpoint
-
-
-class DataState(Protocol):
-    """The position in the data, which a trainer state has: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def cursor(self) -> int: ...
-
-    @property
-    def stream(self) -> StreamPosition | None: ...
-
-
-State = TypeVar("State", bound=DataState)
-
-
 class StreamReader:
-    """Reads the stream of this process; it has the methods of a :class:`Reader`.
+    """Reads the stream of this process.
 
     ``processes_of_ranks`` are the processes of each replica. If each process reads its own stream, batches and rows
     stay on their process.
     """
 
-    nondeterministic = True  # batches are read once
     size = EPOCH_SIZE
 
     def __init__(self, data: Any, stream: Stream, group: Group, processes_of_ranks: Sequence[Sequence[int]]):
@@ -146,12 +120,7 @@ class StreamReader:
         return 0 if length is None else 1 + length % 2**23
 
     def advance(
-        self,
-        before: DataState,
-        after: State,
-        plan: RoundPlan,
-        counts: Sequence[int],
-        ended: Sequence[int],
+        self, before: DataState, after: State, plan: RoundPlan, counts: Sequence[int], ended: Sequence[int]
     ) -> State:
         """The state after a round with its position in the streams; ``ended`` is that of each rank."""
         if not self.is_sharded and len(set(ended)) > 1:

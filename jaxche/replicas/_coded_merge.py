@@ -20,6 +20,7 @@ from jaxche.averaging import (
     is_gathered,
     part_size,
     psum_buckets,
+    split_like,
     sum_dtype,
     weighted,
 )
@@ -113,12 +114,11 @@ def coded_sums(delta: Any, residual: Residual, moments: dict[int, Any], payload:
     }
     if residual.part is None:
         leaves, structure = jax.tree.flatten(exact)
-        floats = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
+        floats = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32}
         rest = psum_buckets({i: x for i, x in enumerate(leaves) if i not in floats}, AXIS)
-        numbers = jnp.concatenate([leaves[i].ravel() for i in floats])
+        numbers = jnp.concatenate([x.ravel() for x in floats.values()])
         found, sums = gather_means(vectors, numbers, weight, AXIS, wire)
-        ends = list(itertools.accumulate(leaves[i].size for i in floats))
-        rest |= {i: x.reshape(leaves[i].shape) for i, x in zip(floats, jnp.split(sums, ends[:-1]), strict=True)}
+        rest |= dict(zip(floats, split_like(sums, list(floats.values())), strict=True))
         total, part = jax.tree.unflatten(structure, [rest[i] for i in range(len(leaves))]), None
     else:
         exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)

@@ -139,8 +139,10 @@ class MergeProgram:
         self._specs = {
             "delta": replica_mesh.specs("grads", local.params),
             "grads": replica_mesh.specs("grads", local.params),
-            "opt_state": replica_mesh.specs("opt_state", local.opt_state),
         }
+        # In the order of the leaves, because only some of them are sent.
+        opt_specs = replica_mesh.specs("opt_state", local.opt_state)
+        self._opt_specs = jax.tree.leaves(opt_specs, is_leaf=lambda x: isinstance(x, P))
 
     def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Sum over replicas, on each device over its own shards: the all-reduce of the round."""
@@ -148,8 +150,7 @@ class MergeProgram:
             return psum_buckets(payload, AXIS)
         specs = {name: self._specs.get(name, P()) for name in payload}
         if "opt_state" in payload:
-            leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
-            specs["opt_state"] = {i: leaf_specs[i] for i in payload["opt_state"]}
+            specs["opt_state"] = {i: self._opt_specs[i] for i in payload["opt_state"]}
         sum_shards = jax.shard_map(
             lambda shards: psum_buckets(shards, AXIS),
             in_specs=(specs,),
@@ -165,8 +166,7 @@ class MergeProgram:
         sums = functools.partial(coded_sums, wire=self._wire)
         if not self._replica_mesh.inner:
             return sums(*arguments)
-        leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
-        opt_specs, own = {i: leaf_specs[i] for i in moments}, Residual(self._specs["delta"])
+        opt_specs, own = {i: self._opt_specs[i] for i in moments}, Residual(self._specs["delta"])
         sum_shards = jax.shard_map(
             sums,
             in_specs=(self._specs["delta"], own, opt_specs, P()),

@@ -324,10 +324,10 @@ class Replica:
             return 0.0
         return self._pace_ms * batch_size(batch) / (self.batch_rows or batch_size(batch))
 
-    def memory(self, local: LocalState) -> dict[str, int]:
-        """Bytes that a round needs on a device, for the largest compiled batch; see :func:`round_memory`."""
+    def memory(self, local: LocalState) -> RoundMemory:
+        """Bytes that a round needs on a device, for the largest compiled batch."""
         found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps in self._executables.values())
-        return max(found, key=lambda parts: parts["in all"])
+        return max(found, key=lambda memory: memory.fixed + memory.of_rows)
 
     def idle(self, local: LocalState) -> LocalResult:
         """The result of a round without steps."""
@@ -359,8 +359,16 @@ def _shapes_of(batch: Any) -> tuple[Any, ...]:
     return (treedef, *((x.shape, x.dtype) for x in leaves))
 
 
-def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
-    """Peak bytes on a device in the local steps of a round, by purpose and ``"in all"``, without the merge.
+class RoundMemory(NamedTuple):
+    """Peak bytes on a device in the local steps of a round, without the merge."""
+
+    fixed: int
+    of_rows: int  # in proportion to the rows of a step
+    by_purpose: dict[str, int]  # all of them, and "in all"
+
+
+def round_memory(local: Any, executable: Any, in_flight: int) -> RoundMemory:
+    """The memory of a round with these compiled steps.
 
     A round keeps the given state and works on a copy, with ``in_flight`` batches dispatched ahead.
     """
@@ -371,30 +379,31 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
     )
     # Whole on each device.
     frozen = sum(math.prod(x.shape) * x.dtype.itemsize for x in start.frozen)
-    parts = {
+    fixed = {
         "parameters": nbytes_per_device(local.params),
         "optimizer state": nbytes_per_device(local.opt_state),
         "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
         **({"unsent changes": nbytes_per_device(local.residual)} if local.residual is not None else {}),
         **({"frozen arrays": frozen} if frozen else {}),
         "working copy": nbytes_per_device(carry, carry_shardings),
+    }
+    of_rows = {
         # In a tuple: for a batch of one array that the loss does not read, the sharding is None.
         f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (batch_shardings,)),
         "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
     }
-    return parts | {"in all": sum(parts.values())}
+    sizes = sum(fixed.values()), sum(of_rows.values())
+    return RoundMemory(*sizes, fixed | of_rows | {"in all": sum(sizes)})
 
 
-def row_limit(rows: int, memory: dict[str, int], placement: BatchPlacement) -> float:
-    """The largest number of rows for which a device has memory, from the bytes that a step of ``rows`` needs.
+def row_limit(rows: int, memory: RoundMemory, placement: BatchPlacement) -> float:
+    """The largest number of rows for which a device has memory, from that of steps of ``rows``.
 
     Infinite if the devices do not say how much memory they have.
     """
     here = [device for device in placement.devices.flat if device.process_index == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in here]
-    by_rows = sum(n for name, n in memory.items() if name == "activations, gradients" or name.endswith("batches ahead"))
-    rest = memory["in all"] - by_rows
-    return max(float(rows), rows * (_MEMORY_SHARE * min(limits) - rest) / max(by_rows, 1))
+    return max(float(rows), rows * (_MEMORY_SHARE * min(limits) - memory.fixed) / max(memory.of_rows, 1))
 
 
 def free_rates(

@@ -11,9 +11,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import add_weighted, zero_sums
+from jaxche.averaging import add_weighted, split_like, zero_sums
 from jaxche.cadence import RoundPlan
-from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
+from jaxche.scaling import (
+    AdamScale,
+    ScalingRule,
+    local_estimates,
+    noise_scale,
+    scale_learning_rate,
+    update_from_estimates,
+    update_from_one,
+)
 
 # Measuring a gradient costs a small model a tenth of a step or more. After the first rounds only one step in eight is
 # measured: the first steps of some rounds, enough for an estimate, and none of the others. A few steps of every round
@@ -131,7 +139,7 @@ class Scaling:
         """The noise scale of a single replica after a measured step, and the new ``tracked``."""
         grads = self._join(grads)
         whole = replace(self._with_groups(grads, self._with_base_batch(noise)), previous=tracked["previous"])
-        after = noise_scale.update_from_one(whole, grads, examples, opt_state=preconditioner)
+        after = update_from_one(whole, grads, examples, opt_state=preconditioner)
         tracked = {"previous": after.previous, "examples": tracked["examples"] + examples}
         return replace(after, previous=None, groups=noise.groups), tracked
 
@@ -162,15 +170,13 @@ class Scaling:
         measured = tracked["sums"].examples
         mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
         preconditioner = self._preconditioner(opt_state, params)
-        own = noise_scale.local_estimates(
-            self._with_groups(mean, noise), tracked["sums"], mean, opt_state=preconditioner
-        )
+        own = local_estimates(self._with_groups(mean, noise), tracked["sums"], mean, opt_state=preconditioner)
         return own, examples - measured
 
     def update_from_estimates(self, noise: Any, total: Any) -> Any:
         """The next noise scale if parameters are averaged, from the sum of all payloads."""
         estimates, skipped = total
-        return noise_scale.update_from_estimates(noise_scale.skip(self._with_base_batch(noise), skipped), estimates)
+        return update_from_estimates(noise_scale.skip(self._with_base_batch(noise), skipped), estimates)
 
     def update_from_gradients(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any, examples: Any) -> Any:
         """The next noise scale if gradients are averaged, from the sum of all payloads and the mean gradient."""
@@ -210,13 +216,10 @@ class Scaling:
         if not self.joined:
             return joined
         leaves, treedef = jax.tree.flatten(like)
-        large = iter(joined)
-        found = [next(large) if x.size >= _SMALL else None for x in leaves]
-        small, start = next(large, jnp.zeros(0)), 0
-        for i, x in enumerate(leaves):
-            if found[i] is None:
-                found[i] = small[start : start + x.size].reshape(x.shape).astype(x.dtype)
-                start += x.size
+        arrays = list(joined)
+        small = [x for x in leaves if x.size < _SMALL]
+        parts, large = iter(split_like(arrays.pop(), small) if small else ()), iter(arrays)
+        found = [next(parts).astype(x.dtype) if x.size < _SMALL else next(large) for x in leaves]
         return jax.tree.unflatten(treedef, found)
 
     def _with_groups(self, joined: Any, noise: Any) -> Any:

@@ -1,6 +1,9 @@
 """The noise scale of gradients, and learning rates that follow the batch."""
 
 from jaxche.scaling import noise_scale
+from jaxche.scaling._round_noise import local_estimates as local_estimates
+from jaxche.scaling._round_noise import update_from_estimates as update_from_estimates
+from jaxche.scaling._round_noise import update_from_one as update_from_one
 from jaxche.scaling._rules import (
     AdamScale,
     AdaScale,

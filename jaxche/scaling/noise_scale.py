@@ -47,18 +47,14 @@ from jaxche.scaling._groups import Groups, group_products, group_squares, make_g
 from jaxche.scaling._second_moments import Preconditioner, preconditioner
 
 __all__ = [
-    "Estimates",
     "NoiseScale",
     "Preconditioner",
     "Sums",
     "init",
-    "local_estimates",
     "local_sums",
     "preconditioner",
     "skip",
     "update",
-    "update_from_estimates",
-    "update_from_one",
     "update_from_sums",
 ]
 
@@ -200,35 +196,6 @@ class Sums(NamedTuple):
     contributors: jax.Array
 
 
-class Estimates(NamedTuple):
-    """One replica's estimates, weighted so that those of several replicas can be added.
-
-    Attributes:
-      sqr: ``[G]``, weight times the squared norm of the true gradient.
-      trace: ``[G]``, weight times the trace of one example's covariance.
-      weight: number of batches minus one, the degrees of freedom; 0 below two batches.
-      preconditioned: the weight of estimates of preconditioned gradients.
-      examples: number of examples of the estimates.
-      contributors: number of batches of the estimates.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxche.scaling import noise_scale
-      >>> noise = noise_scale.init(jnp.zeros(2))
-      >>> own = [noise_scale.local_sums(noise, g, 8) for g in (jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))]
-      >>> total = jax.tree.map(jnp.add, *own)
-      >>> float(noise_scale.local_estimates(noise, total, jnp.array([0.5, 0.5])).weight)
-      1.0
-    """
-
-    sqr: jax.Array
-    trace: jax.Array
-    weight: jax.Array
-    preconditioned: jax.Array
-    examples: jax.Array
-    contributors: jax.Array
-
-
 def init(
     params: Any,
     *,
@@ -330,7 +297,6 @@ def update(
     """
     _check_noise(noise)
     check_positive("batch_sizes", batch_sizes, "batch_sizes=[32, 32] (leave out a replica without a batch)")
-    options = {"opt_state": opt_state, "b2": b2, "eps": eps}
     b = jnp.asarray(batch_sizes)
     if axis_name is not None:
         if b.size != 1:
@@ -339,36 +305,29 @@ def update(
                 f"shard_map, cut the sizes over the axis: in_specs=P({axis_name!r})"
             )
         b = b.reshape(())  # of shape [1] in a shard_map
-        _check_contributors(noise, lax.axis_size(axis_name))
+        check_contributors(noise, lax.axis_size(axis_name))
         _check_not_summed(grads, axis_name)
         if mean_grads is None:
             mean_grads = weighted_mean(grads, b, axis_name)
-        sums = psum_buckets(local_sums(noise, grads, b, **options), axis_name)
-        return update_from_sums(noise, sums, mean_grads, **options)
+        pre = None if opt_state is None else preconditioner(opt_state, grads, b2, eps)
+        sums = psum_buckets(local_sums(noise, grads, b, opt_state=pre), axis_name)
+        return update_from_sums(noise, sums, mean_grads, opt_state=pre)
     replicas = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(grads)}
     if replicas != {b.shape} or b.ndim != 1:
         raise ValueError(
             f"grads has leading axes {sorted(replicas)} for batch_sizes of shape {b.shape}; stack the gradients of R "
             "replicas to leaves [R, ...] and give R sizes, or pass axis_name= inside shard_map"
         )
-    _check_contributors(noise, b.size)
-    sums = jax.vmap(lambda g, size: local_sums(noise, g, size, **options))(grads, b)
-    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-    share = jnp.where(b > 0, b, jnp.zeros_like(b)).astype(jnp.float32) / sums.examples
+    check_contributors(noise, b.size)
+    examples = jnp.where(b > 0, b, jnp.zeros_like(b)).astype(jnp.float32)
+    share = examples / jnp.sum(examples)
     mean = jax.tree.map(lambda g: _weighted_sum(share, g) if is_float(g) else g[0], grads)
-    return update_from_sums(noise, sums, mean, **options)
+    pre = None if opt_state is None else preconditioner(opt_state, mean, b2, eps)
+    sums = jax.vmap(lambda g, size: local_sums(noise, g, size, opt_state=pre))(grads, b)
+    return update_from_sums(noise, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), mean, opt_state=pre)
 
 
-def local_sums(
-    noise: NoiseScale,
-    grads: Any,
-    batch_size: Any,
-    weight: Any = None,
-    *,
-    opt_state: Any = None,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-) -> Sums:
+def local_sums(noise: NoiseScale, grads: Any, batch_size: Any, weight: Any = None, *, opt_state: Any = None) -> Sums:
     r"""One contributor's part of an update, for programs that already compute a sum over replicas or micro-batches.
 
     Add these numbers to that sum and pass the total to :func:`update_from_sums`. No further collective is needed.
@@ -380,8 +339,6 @@ def local_sums(
       weight: this contributor's weight in the mean gradient, if that is not ``batch_size``; weights need not be
         normalised.
       opt_state: as for :func:`update`; the same for all contributors.
-      b2: as for :func:`update`.
-      eps: as for :func:`update`.
 
     Returns:
       A :class:`Sums` of arrays ``[G]`` and ``[]``.
@@ -401,7 +358,7 @@ def local_sums(
     """
     _check_noise(noise)
     check_positive("batch_size", batch_size, "batch_size=32")
-    factors = preconditioner(opt_state, grads, b2, eps).of(grads) if opt_state is not None else None
+    _, factors = precondition(opt_state, grads)
     squares = group_squares(noise.groups, jax.tree.leaves(grads), factors)
     b = jnp.asarray(batch_size).astype(jnp.float32)
     c = b if weight is None else jnp.asarray(weight).astype(jnp.float32)
@@ -419,15 +376,7 @@ def local_sums(
     )
 
 
-def update_from_sums(
-    noise: NoiseScale,
-    sums: Sums,
-    mean_grads: Any,
-    *,
-    opt_state: Any = None,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-) -> NoiseScale:
+def update_from_sums(noise: NoiseScale, sums: Sums, mean_grads: Any, *, opt_state: Any = None) -> NoiseScale:
     r"""Update from the total of the contributors' :func:`local_sums` and their mean gradient.
 
     Args:
@@ -435,8 +384,6 @@ def update_from_sums(
       sums: total of all :func:`local_sums`.
       mean_grads: :math:`\sum c_i g_i / \sum c_i` with the same weights; leaves ``[...]``.
       opt_state: as for :func:`update`.
-      b2: as for :func:`update`.
-      eps: as for :func:`update`.
 
     Returns:
       The next :class:`NoiseScale`.
@@ -453,158 +400,24 @@ def update_from_sums(
       1.0
     """
     if is_concrete(sums.contributors):
-        _check_contributors(noise, int(sums.contributors))
-    leaves = jax.tree.leaves(mean_grads)
-    pre = preconditioner(opt_state, mean_grads, b2, eps) if opt_state is not None else None
-    factors = pre.of(mean_grads) if pre else None
-    mean_squares = group_squares(noise.groups, leaves, factors)
+        check_contributors(noise, int(sums.contributors))
+    active, factors = precondition(opt_state, mean_grads)
+    mean_squares = group_squares(noise.groups, jax.tree.leaves(mean_grads), factors)
     several = sums.contributors >= 2
-    sqr, trace = _solve(sums, mean_squares)
+    sqr, trace = solve(sums, mean_squares)
     if noise.previous is not None:
-        alone = _difference(noise, leaves, factors, sums.examples)
+        alone = difference(noise, mean_grads, factors, sums.examples)
         sqr, trace = (jnp.where(several, x, y) for x, y in zip((sqr, trace), alone, strict=True))
     finite = jnp.all(jnp.isfinite(mean_squares)) & jnp.all(jnp.isfinite(sums.squares)) & (sums.contributors >= 1)
-    return _next(noise, sqr, trace, mean_grads, sums.examples, sums.contributors, finite, pre)
-
-
-def update_from_one(
-    noise: NoiseScale, grads: Any, batch_size: Any, *, opt_state: Any = None, b2: float = 0.999, eps: float = 1e-8
-) -> NoiseScale:
-    r"""Update from a single contributor: the result of :func:`update_from_sums` with less work.
-
-    .. math:: \hat s = \langle g, g' \rangle, \qquad \hat\Sigma = b \, \|g - g'\|^2 / 2
-
-    with the previous gradient :math:`g'`.
-
-    Args:
-      noise: from ``init(..., differenced=True)`` or an earlier update.
-      grads: pytree of its gradients, the mean over its batch; leaves ``[...]``.
-      batch_size: examples in the batch.
-      opt_state: as for :func:`update`.
-      b2: as for :func:`update`.
-      eps: as for :func:`update`.
-
-    Returns:
-      The next :class:`NoiseScale`.
-
-    Raises:
-      ValueError: a bad size, or a noise scale without ``differenced=True``.
-
-    References:
-      AdaptDL (Qiao et al., *Pollux*, OSDI 2021).
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxche.scaling import noise_scale
-      >>> noise = noise_scale.init(jnp.zeros(2), differenced=True)
-      >>> for grads in (jnp.array([2.0, 0.0]), jnp.array([1.0, 0.0])):
-      ...     noise = noise_scale.update_from_one(noise, grads, 16)
-      >>> float(noise.sqr), float(noise.var)
-      (2.0, 0.5)
-    """
-    check_positive("batch_size", batch_size, "batch_size=32")
-    _check_contributors(noise, 1)
-    examples = jnp.asarray(batch_size).astype(jnp.float32)
-    pre = preconditioner(opt_state, grads, b2, eps) if opt_state is not None else None
-    sqr, trace = _difference(noise, jax.tree.leaves(grads), pre.of(grads) if pre else None, examples)
-    finite = jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace))
-    return _next(noise, sqr, trace, grads, examples, jnp.float32(1), finite, pre)
-
-
-def local_estimates(
-    noise: NoiseScale,
-    sums: Sums,
-    mean_grads: Any,
-    *,
-    opt_state: Any = None,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-) -> Estimates:
-    r"""Estimates from the batches of one replica alone, for replicas that take local steps between two merges.
-
-    Each replica compares only its own gradients, so differences between the parameters of replicas do not count as
-    noise. Differences between its own steps do, so rounds must be short compared with the time in which the gradient
-    changes. A replica with fewer than two batches contributes nothing.
-
-    Args:
-      noise: the noise scale; only its groups are read.
-      sums: total of this replica's :func:`local_sums`.
-      mean_grads: the mean of its gradients with the same weights.
-      opt_state: as for :func:`local_sums`, the same state.
-      b2: as for :func:`update`.
-      eps: as for :func:`update`.
-
-    Returns:
-      :class:`Estimates`, to be summed over replicas for :func:`update_from_estimates`.
-
-    Raises:
-      ValueError: gradients of another tree than that of ``init``, or no second moments.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxche.scaling import noise_scale
-      >>> noise = noise_scale.init(jnp.zeros(2))
-      >>> own = [noise_scale.local_sums(noise, g, 8) for g in (jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))]
-      >>> own = noise_scale.local_estimates(noise, jax.tree.map(jnp.add, *own), jnp.array([0.5, 0.5]))
-      >>> noise = noise_scale.update_from_estimates(noise, own)
-      >>> float(noise.var), float(noise.base_batch_size)
-      (1.0, 8.0)
-    """
-    pre = preconditioner(opt_state, mean_grads, b2, eps) if opt_state is not None else None
-    squares = group_squares(noise.groups, jax.tree.leaves(mean_grads), pre and pre.of(mean_grads))
-    sqr, trace = _solve(sums, squares)
-    several = sums.contributors >= 2
-    weight = jnp.where(several, sums.contributors - 1, jnp.zeros_like(sums.contributors))
-    active = pre.active if pre else jnp.zeros((), bool)
-
-    def if_several(x: jax.Array) -> jax.Array:
-        return jnp.where(several, x, jnp.zeros_like(x))
-
-    return Estimates(
-        sqr=if_several(weight * sqr),
-        trace=if_several(weight * trace),
-        weight=weight,
-        preconditioned=weight * active.astype(jnp.float32),
-        examples=if_several(sums.examples),
-        contributors=if_several(sums.contributors),
-    )
-
-
-def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale:
-    """Update from the summed estimates of several replicas.
-
-    The averages do not change if no replica had two batches, if a number is not finite, or if only some of the replicas
-    have preconditioned gradients.
-
-    Args:
-      noise: from :func:`init` or an earlier update.
-      estimates: total of all :func:`local_estimates`.
-
-    Returns:
-      The next :class:`NoiseScale`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxche.scaling import noise_scale
-      >>> noise = noise_scale.init(jnp.zeros(2))
-      >>> own = [noise_scale.local_sums(noise, g, 8) for g in (jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))]
-      >>> own = noise_scale.local_estimates(noise, jax.tree.map(jnp.add, *own), jnp.array([0.5, 0.5]))
-      >>> float(noise_scale.update_from_estimates(noise, own).var)
-      1.0
-    """
-    weight = estimates.weight
-    sqr, trace = estimates.sqr / weight, estimates.trace / weight
-    active = estimates.preconditioned > 0
-    alike = ~active | (estimates.preconditioned == weight)
-    write = (weight > 0) & alike & jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace))
-    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, estimates.examples / estimates.contributors)
-    reset = noise.biased | (active != noise.preconditioned)
-    log_theta = _LOG_SMOOTHING * estimates.examples / base
-    return replace(
-        _blend(noise, sqr, trace, log_theta=log_theta, base=base, reset=reset, write=write),
-        base_batch_size=jnp.where(write, base, noise.base_batch_size),
-        biased=jnp.where(write, jnp.zeros_like(noise.biased), noise.biased),
-        preconditioned=jnp.where(write, active, noise.preconditioned),
+    return add_estimate(
+        noise,
+        sqr,
+        trace,
+        grads=mean_grads,
+        examples=sums.examples,
+        contributors=sums.contributors,
+        usable=finite,
+        preconditioned=active,
     )
 
 
@@ -654,7 +467,7 @@ def skip(noise: NoiseScale, examples: Any) -> NoiseScale:
     )
 
 
-def _solve(sums: Sums, mean_squares: jax.Array) -> tuple[jax.Array, jax.Array]:
+def solve(sums: Sums, mean_squares: jax.Array) -> tuple[jax.Array, jax.Array]:
     r""":math:`(\|G\|^2, \operatorname{tr}\Sigma)` of each group, from two contributors or more."""
     local = sums.squares / sums.weight
     a = sums.weight_per_example / sums.weight
@@ -664,8 +477,8 @@ def _solve(sums: Sums, mean_squares: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mean_squares - c * trace, trace
 
 
-def _difference(
-    noise: NoiseScale, leaves: list[Any], factors: list[Any] | None, examples: jax.Array
+def difference(
+    noise: NoiseScale, grads: Any, factors: list[Any] | None, examples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The same from this gradient and the previous one: AdaptDL's formula for two contributors of this batch each.
 
@@ -673,62 +486,39 @@ def _difference(
     """
     # A previous gradient that was not finite must not make this estimate so.
     before = [jnp.where(noise.has_previous, x, jnp.zeros_like(x)) for x in jax.tree.leaves(noise.previous)]
-    products, squares = group_products(noise.groups, leaves, before, factors)
+    products, squares = group_products(noise.groups, jax.tree.leaves(grads), before, factors)
     return products, squares / 2 * examples
 
 
-def _next(
+def precondition(opt_state: Any, grads: Any) -> tuple[jax.Array, list[Any] | None]:
+    """Whether gradients are preconditioned, and the factors of their leaves, if they have any."""
+    if opt_state is None:
+        return jnp.zeros((), bool), None
+    found = preconditioner(opt_state, grads)
+    return found.active, found.of(grads)
+
+
+def add_estimate(
     noise: NoiseScale,
     sqr: jax.Array,
     trace: jax.Array,
+    *,
     grads: Any,
     examples: jax.Array,
     contributors: jax.Array,
-    finite: jax.Array,
-    pre: Preconditioner | None,
+    usable: jax.Array,
+    preconditioned: jax.Array,
 ) -> NoiseScale:
     """The noise scale after an estimate from so many contributors; a single one's is of two gradients."""
     several = contributors >= 2
     measured = several if noise.previous is None else several | noise.has_previous
     steps = jnp.where(several | (noise.previous is None), jnp.float32(1), jnp.float32(2))
     base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, examples / contributors)
-    active, write = pre.active if pre else jnp.zeros((), bool), measured & finite
-    blended = _blend(
-        noise,
-        sqr,
-        trace,
-        log_theta=_LOG_SMOOTHING * steps * examples / base,
-        base=base,
-        # Biased and unbiased estimates do not mix (AdaptDL), nor do raw and preconditioned ones, which may differ by
-        # many orders of magnitude.
-        reset=(several & noise.biased) | (active != noise.preconditioned),
-        write=write,
-    )
-    return replace(
-        blended,
-        base_batch_size=jnp.where(finite, base, noise.base_batch_size),
-        biased=jnp.where(finite & (several | (noise.previous is not None)), ~several, noise.biased),
-        preconditioned=jnp.where(write, active, noise.preconditioned),
-        # A gradient that is not finite is kept too, but marked as missing: a select between two gradients would keep
-        # both in memory, at more than the cost of the estimate.
-        has_previous=finite & ~several,
-        previous=None
-        if noise.previous is None
-        else jax.tree.map(lambda old, new: jnp.asarray(new).astype(old.dtype), noise.previous, grads),
-    )
-
-
-def _blend(
-    noise: NoiseScale,
-    sqr: jax.Array,
-    trace: jax.Array,
-    *,
-    log_theta: jax.Array,
-    base: jax.Array,
-    reset: jax.Array,
-    write: jax.Array,
-) -> NoiseScale:
-    """Add one estimate to the averages, after a ``reset`` to zero; without ``write`` they are kept."""
+    log_theta = _LOG_SMOOTHING * steps * examples / base
+    # Biased and unbiased estimates do not mix (AdaptDL), nor do raw and preconditioned ones, which may differ by many
+    # orders of magnitude.
+    reset = (several & noise.biased) | (preconditioned != noise.preconditioned)
+    write = measured & usable
 
     def average(total: jax.Array, value: jax.Array) -> jax.Array:
         kept = jnp.where(reset, jnp.zeros_like(total), total)
@@ -739,6 +529,15 @@ def _blend(
         sqr_sum=average(noise.sqr_sum, sqr),
         var_sum=average(noise.var_sum, trace / base),
         unbias=average(noise.unbias, jnp.float32(1)),
+        base_batch_size=jnp.where(usable, base, noise.base_batch_size),
+        biased=jnp.where(usable & (several | (noise.previous is not None)), ~several, noise.biased),
+        preconditioned=jnp.where(write, preconditioned, noise.preconditioned),
+        # A gradient that is not finite is kept too, but marked as missing: a select between two gradients would keep
+        # both in memory, at more than the cost of the estimate.
+        has_previous=usable & ~several,
+        previous=None
+        if noise.previous is None
+        else jax.tree.map(lambda old, new: jnp.asarray(new).astype(old.dtype), noise.previous, grads),
     )
 
 
@@ -755,7 +554,7 @@ def _check_noise(noise: Any) -> None:
         raise ValueError(f"noise={brief(noise)} is no NoiseScale; write noise = jaxche.noise_scale.init(params)")
 
 
-def _check_contributors(noise: NoiseScale, contributors: int) -> None:
+def check_contributors(noise: NoiseScale, contributors: int) -> None:
     if contributors < 2 and noise.previous is None:
         raise ValueError(
             f"grads come from {contributors} contributor; noise is measured by the difference of at least 2. Write "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -65,21 +65,38 @@ def check_transform(name: str, tx: Any) -> None:
     raise ValueError(f"{name}={brief(tx)} is not an optax transformation; write e.g. {name}={made}")
 
 
-def check_update(tx: Any, params: Any, given: str, **extra: Any) -> None:
-    """ValueError for a transformation whose update needs other arguments than those that it is ``given``."""
+def check_update(tx: Any, *trees: Any) -> None:
+    """ValueError for a transformation whose update needs more than gradients, parameters and ``value=``.
 
-    def update(params: Any, extra: Any) -> Any:
-        return with_extra_args(tx).update(params, tx.init(params), params, **extra)
+    The trees of parameters, or their shapes, are those that it updates: one, or that of each stage.
+    """
+
+    def update(params: Any, value: Any) -> Any:
+        return with_extra_args(tx).update(params, tx.init(params), params, value=value)
 
     try:
-        jax.eval_shape(update, params, extra)
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        line = "tx=optax.adam(1e-3), or of a transformation that has linesearch=, linesearch=None"
-        if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
-            line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
-        raise ValueError(f"tx makes no update from {given} alone: {error}; write e.g. {line}") from error
+        for params in trees:
+            jax.eval_shape(update, params, jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:
+        _refuse_update(error)
+
+
+def _refuse_update(error: Exception) -> NoReturn:
+    if "value_fn" in str(error):
+        raise ValueError(
+            "tx searches along its direction with further values of the loss (value_fn=), as optax.lbfgs and "
+            "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
+            "optax.lbfgs(0.1, linesearch=None), in a Trainer with policy='sync', or optax.adam(1e-3)"
+        ) from error
+    line = "tx=optax.adam(1e-3)"
+    if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
+        line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
+    if "opaque" in str(error):  # optax.contrib.sam, which takes a gradient of its own
+        line = "optax.contrib.sam without opaque_mode=True, as in docs/recipes.md"
+    raise ValueError(
+        "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
+        f"{type(error).__name__}: {error}; write e.g. {line}"
+    ) from error
 
 
 def check_context_mesh(mesh: Any, call: str) -> None:

@@ -298,8 +298,7 @@ class _Programs:
 
     def __init__(self, layout: Layout, loss: Loss, tx: Any, accumulate: int, compute_dtype: Any, seed: int):
         self.layout, self._tx, self._seed = layout, tx, seed
-        value = jax.ShapeDtypeStruct((), jnp.float32)
-        check_update(tx, layout.shapes, "gradients, parameters and value= (the loss of the batch)", value=value)
+        check_update(tx, layout.shapes)
         self._value_and_grad = value_and_grad(loss, layout, accumulate=accumulate, compute_dtype=compute_dtype)
         whole = layout.replicated
         self.shardings = ShardedState(layout.params, layout.opt_state(tx), whole, whole)

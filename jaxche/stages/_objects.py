@@ -45,30 +45,24 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
     """
     probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
     _probe(open_store(url, {**probe_options, **options}), url, run)
-    return Objects(open_store(url, options), url, run)
+    store = open_store(url, options)
+    return (Folder if _is_folder(store) else Objects)(store, url, run)
 
 
 class Objects:
     """The objects of one run in an obstore store. Keys begin with ``run``; ``where`` is the URL in errors."""
 
-    def __init__(self, store: Any, where: str, run: str):
-        import obstore.store
+    is_local = False  # whether objects are written by system calls and not by requests to a server
 
+    def __init__(self, store: Any, where: str, run: str):
         self._store, self._where, self._run = store, where, run
-        is_folder = isinstance(store, obstore.store.LocalStore)
-        self._folder = Folder(self._store.prefix / run) if is_folder else None
 
     def __str__(self) -> str:
         return f"{self._where} (run {self._run})"
 
-    @property
-    def is_local(self) -> bool:
-        """Whether objects are written by system calls and not by requests to a server."""
-        return self._folder is not None
-
     def within(self, folder: str) -> Objects:
         """The objects in a folder of these."""
-        return Objects(self._store, self._where, f"{self._run}/{folder}")
+        return type(self)(self._store, self._where, f"{self._run}/{folder}")
 
     def folders(self) -> list[str]:
         """Names of the folders that hold objects."""
@@ -78,10 +72,7 @@ class Objects:
 
     def remove(self, folder: str) -> None:
         """Delete a folder with all objects in it, including partially written files."""
-        if self._folder is not None:
-            self._folder.remove(folder)
-        else:
-            self.delete(self.names(folder))
+        self.delete(self.names(folder))
 
     def create(self, key: str, buffers: Sequence[Any]) -> None:
         """Write a new object atomically. If it exists with an equal first buffer, which implies equal content, do
@@ -106,13 +97,8 @@ class Objects:
 
     def _create(self, key: str, buffers: Sequence[Any], limit: int) -> bytes | None:
         """Write a new object atomically. If it exists, return its bytes, at most the first ``limit``."""
-        from obstore.exceptions import AlreadyExistsError
-
-        with self._named("writing", key), contextlib.suppress(AlreadyExistsError, FileExistsError):
-            if self._folder is not None:
-                self._folder.create(key, buffers)
-            else:
-                self._store.put(self._path(key), buffers, mode="create", use_multipart=False)
+        with self._named("writing", key), contextlib.suppress(FileExistsError):
+            self._write(key, buffers)
             return None
         found = self.read(key, limit)
         return bytes(found[0]) if found else None  # its reader may have deleted it between the two requests
@@ -126,13 +112,7 @@ class Objects:
     def read(self, key: str, limit: int) -> tuple[Any, int] | None:
         """The bytes of an object, at most the first ``limit``, and its size; None if there is no such object."""
         with self._named("reading", key), contextlib.suppress(FileNotFoundError):
-            if self._folder is not None:
-                return self._folder.read(key, limit)
-            found = self._store.get(self._path(key))
-            size = found.meta["size"]
-            if size <= limit:
-                return found.bytes(), size
-            return self._store.get_range(self._path(key), start=0, end=limit), size
+            return self._read(key, limit)
         return None
 
     def wait(self, key: str, limit: int, timeout_s: float, pause: Callable[[float], None]) -> tuple[Any, int]:
@@ -148,20 +128,9 @@ class Objects:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing ones are no error."""
         keys = list(keys)
-        if not keys:
-            return
-        with self._named("deleting", self._path(keys[0])):
-            if self._folder is not None:
-                self._folder.delete(keys)
-                return
-            paths = [self._path(key) for key in keys]
-            try:
-                self._store.delete(paths)
-            except FileNotFoundError:
-                # Google's store raises for a missing object, and obstore then skips the rest.
-                for path in paths:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._store.delete(path)
+        if keys:
+            with self._named("deleting", self._path(keys[0])):
+                self._delete(keys)
 
     def names(self, folder: str) -> list[str]:
         """Keys of the objects in a folder of the run, in order."""
@@ -171,9 +140,34 @@ class Objects:
         return sorted(path[len(self._run) + 1 :] for path in found if not path.rpartition("/")[2].startswith("."))
 
     def remove_partial(self, is_mine: Callable[[str], bool]) -> None:
-        """Delete files that killed processes left partially written, of keys that only the caller writes."""
-        if self._folder is not None:
-            self._folder.remove_partial(is_mine)
+        """Delete what killed processes left partially written, of keys that only the caller writes."""
+
+    def _write(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write a new object atomically; raises FileExistsError if it exists."""
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            self._store.put(self._path(key), buffers, mode="create", use_multipart=False)
+        except AlreadyExistsError as error:
+            raise FileExistsError(key) from error
+
+    def _read(self, key: str, limit: int) -> tuple[Any, int]:
+        """The bytes of an object, at most the first ``limit``, and its size; FileNotFoundError if there is none."""
+        found = self._store.get(self._path(key))
+        size = found.meta["size"]
+        if size <= limit:
+            return found.bytes(), size
+        return self._store.get_range(self._path(key), start=0, end=limit), size
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        try:
+            self._store.delete(paths)
+        except FileNotFoundError:
+            # Google's store raises for a missing object, and obstore then skips the rest.
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self._store.delete(path)
 
     def _path(self, key: str) -> str:
         return f"{self._run}/{key}"
@@ -191,36 +185,47 @@ class Objects:
             raise ConnectionError(f"{doing} {key} in {self} failed: {_first_line(error)}") from error
 
 
-class Folder:
-    """The files of one run, by system calls.
+class Folder(Objects):
+    """The objects of one run in a folder, written, read and deleted by system calls.
 
     A partially written file has the name that obstore gives it, ``key#1``, which no listing shows. Large files are
     mapped: their arrays are the pages of the file, and stay valid after it is deleted. A complete file never changes.
     """
 
-    def __init__(self, path: Path):
-        self._path = os.fspath(path)
+    is_local = True
+
+    def __init__(self, store: Any, where: str, run: str):
+        super().__init__(store, where, run)
+        self._folder = os.fspath(store.prefix / run)
         self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
-    def create(self, key: str, buffers: Sequence[Any]) -> None:
-        """Write a new file atomically; raises FileExistsError if it exists."""
-        path = f"{self._path}/{key}"
+    def remove(self, folder: str) -> None:
+        shutil.rmtree(f"{self._folder}/{folder}", ignore_errors=True)
+
+    def remove_partial(self, is_mine: Callable[[str], bool]) -> None:
+        folder = Path(self._folder)
+        for path in folder.rglob("*#*"):
+            key, _, number = path.relative_to(folder).as_posix().rpartition("#")
+            if number.isdecimal() and is_mine(key):
+                path.unlink(missing_ok=True)
+
+    def _write(self, key: str, buffers: Sequence[Any]) -> None:
+        path = f"{self._folder}/{key}"
         # A random number, because other machines or killed processes may write the same key.
         partial = f"{path}#{secrets.randbits(64)}"
         try:
             try:
-                _write(partial, buffers)
+                _write_file(partial, buffers)
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                _write(partial, buffers)
+                _write_file(partial, buffers)
             os.link(partial, path)  # atomic, and fails if the file exists
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
 
-    def read(self, key: str, limit: int) -> tuple[Any, int] | None:
-        """The bytes of a file, at most the first ``limit``, and its size; None if there is no such file."""
-        with contextlib.suppress(FileNotFoundError), open(f"{self._path}/{key}", "rb", buffering=0) as file:
+    def _read(self, key: str, limit: int) -> tuple[Any, int]:
+        with open(f"{self._folder}/{key}", "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             length = min(size, limit)
             if length >= _MAPPED_BYTES and len(self._mapped) < _MAX_MAPPED:
@@ -233,34 +238,26 @@ class Folder:
             while count := file.readinto(data[done:]):
                 done += count
             return data[:done].toreadonly(), size
-        return None
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete files; missing ones are no error."""
+    def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._path}/{key}")
+                os.unlink(f"{self._folder}/{key}")
         if self._mapped:
             # JAX releases borrowed buffers in a garbage collection, or else in the next step, where unmapping large
             # files would delay the stages.
             gc.collect(0)
 
-    def remove(self, folder: str) -> None:
-        """Delete a folder with everything in it."""
-        shutil.rmtree(f"{self._path}/{folder}", ignore_errors=True)
 
-    def remove_partial(self, is_mine: Callable[[str], bool]) -> None:
-        """Delete partially written files of keys that only the caller writes."""
-        folder = Path(self._path)
-        for path in folder.rglob("*#*"):
-            key, _, number = path.relative_to(folder).as_posix().rpartition("#")
-            if number.isdecimal() and is_mine(key):
-                path.unlink(missing_ok=True)
-
-
-def _write(path: str, buffers: Sequence[Any]) -> None:
+def _write_file(path: str, buffers: Sequence[Any]) -> None:
     with open(path, "xb", buffering=0) as file:
         write_all(functools.partial(os.writev, file.fileno()), buffers)
+
+
+def _is_folder(store: Any) -> bool:
+    import obstore.store
+
+    return isinstance(store, obstore.store.LocalStore)
 
 
 def _first_line(error: BaseException) -> str:

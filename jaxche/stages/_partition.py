@@ -216,9 +216,7 @@ class Partitioned:
         """
         check_transform("tx", tx)
         placed = self._place(params)
-        value = jax.ShapeDtypeStruct((), jnp.float32)
-        for tree in placed.values():
-            check_update(tx, tree, "gradients, parameters and value= (the loss of the batch)", value=value)
+        check_update(tx, *placed.values())
         wide = with_extra_args(tx)
 
         def update(grads: Any, params: Any, opt_state: Any, loss: Any) -> tuple[Any, Any]:

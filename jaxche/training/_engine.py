@@ -13,7 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import AUTO_WIRES, RoundPlan
-from jaxche.data import Feed, Reader, StreamReader, Threads, as_stream, check_stream, epoch_size, is_same, is_stream
+from jaxche.data import (
+    Feed,
+    Reader,
+    SequenceReader,
+    StreamReader,
+    Threads,
+    as_stream,
+    check_stream,
+    epoch_size,
+    is_same,
+    is_stream,
+)
 from jaxche.drawing import brief
 from jaxche.replicas import (
     Columns,
@@ -52,9 +63,9 @@ class Readers:
 
     def __init__(self, settings: Settings):
         self._settings = settings
-        self._readers: dict[bool, Reader | StreamReader] = {}
+        self._readers: dict[bool, Reader] = {}
 
-    def of(self, data: Any) -> Reader | StreamReader:
+    def of(self, data: Any) -> Reader:
         """The reader of this data."""
         for reader in self._readers.values():
             if reader.data is data:
@@ -65,7 +76,7 @@ class Readers:
         if reader is None or not is_same(reader.data, data):
             if reader is not None:
                 reader.close()
-            reader = self._stream_reader(data) if kind else Reader(data)
+            reader = self._stream_reader(data) if kind else SequenceReader(data)
             self._readers[kind] = reader
         return reader
 
@@ -89,7 +100,7 @@ class Readers:
 
     def wait(self) -> None:
         """Wait until the batches of a sequence that were requested are read."""
-        if isinstance(reader := self._readers.get(False), Reader):
+        if isinstance(reader := self._readers.get(False), SequenceReader):
             reader.wait()
 
 
@@ -261,11 +272,11 @@ class Engine:
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
 
-    def reader(self, data: Any) -> Reader | StreamReader:
+    def reader(self, data: Any) -> Reader:
         """The reader of this data."""
         return self._readers.of(data)
 
-    def measure_batches(self, reader: Reader | StreamReader, plan: RoundPlan) -> None:
+    def measure_batches(self, reader: Reader, plan: RoundPlan) -> None:
         """Take the size of a whole batch from this data, if it is not that of the round before."""
         if reader is not self._sized_by:
             self._sized_by = reader
@@ -273,7 +284,7 @@ class Engine:
             with contextlib.suppress(Exception):
                 self._measured(reader, plan)
 
-    def _measured(self, reader: Reader | StreamReader, plan: RoundPlan) -> Any:
+    def _measured(self, reader: Reader, plan: RoundPlan) -> Any:
         """The first batch of the plan; measures a whole one."""
         batch, whole = reader.samples(plan)
         self._sized_by, self.batch_size = reader, batch_size(whole)

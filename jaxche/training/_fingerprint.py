@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import escape_name, path_names
-from jaxche.data import Reader
+from jaxche.data import SequenceReader
 from jaxche.distributed import Group
 from jaxche.drawing import odd_ones
 from jaxche.scaling import with_extra_args
@@ -44,7 +44,7 @@ def update_digest(tx: Any, params: Any) -> str:
     return digest(jax.make_jaxpr(update)(params, jax.eval_shape(wide.init, params), params, value))
 
 
-def data_digest(reader: Reader, size: int) -> str:
+def data_digest(reader: SequenceReader, size: int) -> str:
     """A short hash of the first, middle and last of ``size`` batches of epoch 0, or ``NONDETERMINISTIC``."""
     first = _batch_hash(reader.peek((0, 0)))
     if reader.nondeterministic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ import optax
 
 from jaxche.drawing import brief
 from jaxche.replicas import are_accumulators
-from jaxche.scaling import ScaleLearningRateState, with_extra_args
+from jaxche.scaling import ScaleLearningRateState
+from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
 
 
@@ -107,43 +108,7 @@ def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> 
 def check_line_search(tx: Any) -> None:
     """Refuse an optimizer that evaluates the loss again, as far as parameters of one array show it."""
     try:
-        _trace_update(tx, jnp.zeros(2))
-    except Exception as error:  # e.g. a mask for other parameters
-        if "value_fn" in str(error):
-            _refuse_update(error)
-
-
-def check_update(tx: Any, params: Any, staged: bool) -> None:
-    """Refuse an optimizer whose update needs more than gradients, parameters and ``value=``."""
-    for part in params if staged else [params]:
-        try:
-            _trace_update(tx, part)
-        except Exception as error:
-            _refuse_update(error)
-
-
-def _trace_update(tx: Any, params: Any) -> None:
-    wide: Any = with_extra_args(tx)
-
-    def step(params: Any, value: Any) -> Any:
-        return wide.update(params, wide.init(params), params, value=value)
-
-    jax.eval_shape(step, params, jax.ShapeDtypeStruct((), "float32"))
-
-
-def _refuse_update(error: Exception) -> NoReturn:
-    if "value_fn" in str(error):
-        raise ValueError(
-            "tx searches along its direction with further values of the loss (value_fn=), as optax.lbfgs and "
-            "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
-            "optax.lbfgs(0.1, linesearch=None) with policy='sync', or optax.adam(1e-3)"
-        ) from error
-    line = "tx=optax.adam(1e-3)"
-    if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
-        line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
-    if "opaque" in str(error):  # optax.contrib.sam, which takes a gradient of its own
-        line = "optax.contrib.sam without opaque_mode=True, as in docs/recipes.md"
-    raise ValueError(
-        "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
-        f"{type(error).__name__}: {error}; write e.g. {line}"
-    ) from error
+        check_update(tx, jnp.zeros(2))
+    except ValueError as error:
+        if "value_fn" in str(error):  # and not e.g. a mask for other parameters
+            raise

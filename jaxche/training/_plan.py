@@ -19,7 +19,7 @@ from jaxche.cadence import (
     limit_lead,
     split_by_ratio,
 )
-from jaxche.data import Key, Reader, StreamReader
+from jaxche.data import Key, Reader
 from jaxche.replicas import LocalState, MergeScale
 from jaxche.reports import RoundInfo, positive
 from jaxche.training._groups import Groups
@@ -156,7 +156,7 @@ class PlannedRound(NamedTuple):
 
     state: TrainerState
     plan: RoundPlan
-    reader: Reader | StreamReader
+    reader: Reader
     given: GivenRound = GivenRound()
     policy: ApplyPolicy = ApplyPolicy.CADENCE
     rule: str | None = "steps"

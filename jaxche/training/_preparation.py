@@ -13,7 +13,7 @@ import optax
 
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
-from jaxche.data import StreamReader, is_stream
+from jaxche.data import SequenceReader, is_stream
 from jaxche.replicas import (
     HOST_COLUMNS,
     Columns,
@@ -248,7 +248,7 @@ class PreparedEngine(Engine):
     def data_digest(self, data: Any) -> str:
         """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""
         reader = self.reader(data)
-        if isinstance(reader, StreamReader):
+        if not isinstance(reader, SequenceReader):
             return f"stream, shards={reader.is_sharded}"
         if self._digest is None or self._digest[0] is not reader:
             self._digest = (reader, data_digest(reader, len(data)))
@@ -266,5 +266,5 @@ class PreparedEngine(Engine):
         for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
             memory = replica.memory(local)
             rows = min(row_limit(self.batch_size, memory, replica.placement), MOST_ROWS)
-            found.append((self.order[rank], memory, rows))
+            found.append((self.order[rank], memory.by_purpose, rows))
         return found

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, VirtualFleet, paused_ms
-from jaxche.data import Key, Reader, StreamReader, non_finite_leaves
+from jaxche.data import Key, Reader, SequenceReader, non_finite_leaves
 from jaxche.distributed import Group
 from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report, exposed_ms
 from jaxche.reports import RoundInfo
@@ -219,13 +219,13 @@ class RoundStatistics:
         )
 
 
-def _advice(reader: Reader | StreamReader, batches: Sequence[Key]) -> str:
+def _advice(reader: Reader, batches: Sequence[Key]) -> str:
     """What to look at after a number that is not finite: the values of these batches, or the optimizer."""
     advice = (
         "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "
         "that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
     )
-    if isinstance(reader, StreamReader):  # its batches cannot be read again
+    if not isinstance(reader, SequenceReader):  # its batches cannot be read again
         return f"Look for NaN and infinite values in these batches. {advice}"
     found: list[str] = []
     for key in batches[:_LOOKED_AT]:

@@ -27,13 +27,13 @@ from jaxche.cadence import (
     choose_wire,
     merge_share,
 )
-from jaxche.data import Reader, StreamReader
+from jaxche.data import Reader
 from jaxche.distributed import hang_timeout
 from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
-from jaxche.sharding import check_params
+from jaxche.sharding import check_params, check_update
 from jaxche.training._checks import check_metrics_of_model
 from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
@@ -41,7 +41,6 @@ from jaxche.training._optimizer_checks import (
     check_opt_state,
     check_trajectory,
     check_unscaled,
-    check_update,
 )
 from jaxche.training._plan import (
     ENDLESS,
@@ -135,7 +134,7 @@ class Rounds:
         settings, tx = self._settings, self._settings.tx
         shapes = check_params(params, "trainer.init")
         check_unscaled(tx, shapes)
-        check_update(tx, shapes, settings.staged)
+        check_update(tx, *(shapes if settings.staged else [shapes]))
         check_trajectory(tx, shapes, settings.average, self._engine.world_size)
         check_accumulators(settings.groups, settings.opt_state, tx, shapes)
         if self.world_size > 1:
@@ -363,7 +362,7 @@ class Rounds:
 
     def _prepared_plan(
         self,
-        reader: Reader | StreamReader,
+        reader: Reader,
         state: TrainerState,
         data: Any,
         end: End = ENDLESS,

@@ -4,12 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.averaging import add_weighted, escape_name, is_float, path_names, sum_dtype, weighted, zero_sums
+from jaxche.averaging import add_weighted, escape_name, is_float, path_names, split_like, sum_dtype, weighted, zero_sums
 
 
 def test_leaves_that_are_averaged():
     leaves = (1.0, jnp.ones(2), jnp.ones(2, jnp.complex64), jnp.arange(2), jnp.ones(2, bool), jax.random.key(0))
     assert [is_float(leaf) for leaf in leaves] == [True, True, True, False, False, False]
+
+
+def test_a_vector_is_split_into_arrays():
+    arrays = [np.ones((2, 3), np.int8), np.ones(()), np.ones((0, 4)), np.ones(5)]
+    found = split_like(jnp.arange(12.0), arrays)
+    assert [(x.shape, x.dtype.name) for x in found] == [(x.shape, "float32") for x in arrays]
+    assert np.concatenate([np.ravel(x) for x in found]).tolist() == list(range(12))
 
 
 def test_names_of_leaves_stay_different_when_joined():

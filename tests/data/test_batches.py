@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import Piece
-from jaxche.data._batches import Reader
+from jaxche.data._batches import SequenceReader
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 5), st.one_of(st.none(), st.integers(0, 1000)))
@@ -110,7 +110,7 @@ def test_pieces_of_one_batch_are_read_once_and_joined():
             return list.__getitem__(self, i)
 
     batches = [{"x": np.arange(10 * i, 10 * i + 4)} for i in range(3)]
-    reader = Reader(Data(batches))
+    reader = SequenceReader(Data(batches))
     first, second = reader.start(
         [
             [(Piece((0, 0)), Piece((0, 1), 0, 1, 4))],
@@ -137,7 +137,7 @@ def test_pieces_of_one_batch_are_read_once_and_joined():
 )
 def test_rows_of_unlike_batches_are_not_joined(second, named):
     batches = [{"x": np.zeros((4, 3)), "y": np.zeros(4)}, second]
-    reader = Reader(batches)
+    reader = SequenceReader(batches)
     (feed,) = reader.start([[(Piece((0, 0)), Piece((0, 1)))]])
     with pytest.raises(ValueError, match=named + ".*rows='equal'"):
         list(feed)
@@ -146,7 +146,7 @@ def test_rows_of_unlike_batches_are_not_joined(second, named):
 
 def test_a_step_on_unlike_batches_is_divided_where_it_may_be():
     arrays = [{"x": np.arange(4 * n).reshape(4, n)} for n in (3, 3, 5)]
-    reader = Reader(arrays)
+    reader = SequenceReader(arrays)
     step = (Piece((0, 0), 1, 2, 2), Piece((0, 1)), Piece((0, 2), 0, 1, 2))
     (feed,) = reader.start([[step, (Piece((0, 2), 1, 2, 2),)]])
     feed.divides = True
@@ -173,7 +173,7 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
             return i
 
     data = Data()
-    reader = Reader(data, depth=2)
+    reader = SequenceReader(data, depth=2)
     assert reader.peek((0, 0)) == 0
     feeds = reader.start([whole(range(5)), whole(range(5, 8))])
     assert [list(feed) for feed in feeds] == [[0, 1, 2, 3, 4], [5, 6, 7]]
@@ -194,7 +194,7 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
 
 
 def test_an_error_of_the_data_reaches_whoever_takes_the_batch():
-    reader = Reader([1])
+    reader = SequenceReader([1])
     (feed,) = reader.start([whole([0, 1])])
     batches = iter(feed)
     assert next(batches) == 1
@@ -216,7 +216,7 @@ def test_what_failed_to_read_is_read_again_when_asked_again():
                 raise OSError("busy")
             return i
 
-    reader = Reader(Flaky())
+    reader = SequenceReader(Flaky())
     with pytest.raises(OSError, match="busy"):
         reader.peek((0, 7))
     assert reader.peek((0, 7)) == 7

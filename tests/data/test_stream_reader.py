@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import DivergenceCorrection, RoundPlan
+from jaxche.data import StreamPosition, StreamReader
 from jaxche.data._stream import EPOCH_SIZE
-from jaxche.data._stream_reader import StreamPosition, StreamReader
 from jaxche.distributed import Group
 from jaxche.training import TrainerState
 

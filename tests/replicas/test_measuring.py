@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.replicas._scaling import Scaling
-from jaxche.scaling import effective_replicas, noise_scale, scale_learning_rate
+from jaxche.scaling import effective_replicas, local_estimates, noise_scale, scale_learning_rate, update_from_estimates
 
 RULES = [jaxche.AdaScale(), jaxche.AdamScale()]
 IDS = ["AdaScale", "AdamScale"]
@@ -109,14 +109,14 @@ def test_averaged_parameters_equal_the_twin(long, devices, close, rule, later):
                 own = [noise_scale.local_sums(noise, g, 8, opt_state=seen) for g in measured]
                 mean = jax.tree.map(lambda *g: sum(g) / len(g), *measured)
                 total = jax.tree.map(lambda *x: sum(x), *own)
-                parts.append(noise_scale.local_estimates(noise, total, mean, opt_state=seen))
+                parts.append(local_estimates(noise, total, mean, opt_state=seen))
             ends.append(params)
             cursor += n
         x0 = jax.tree.map(lambda *x, w=weights: sum(a * b for a, b in zip(w, x, strict=True)), *ends)
         progress += gain * sum(w * n for w, n in zip(weights, counts, strict=True))
         noise = noise_scale.skip(noise, skipped)
         if parts:
-            noise = noise_scale.update_from_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts))
+            noise = update_from_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts))
         assert infos[number].noise == pytest.approx(float(noise.critical_batch_size), rel=1e-3)
         assert infos[number].progress == pytest.approx(float(progress), rel=1e-4)
     close(trainer.params(state), x0, rtol=1e-3, atol=1e-5)
@@ -212,9 +212,9 @@ def test_an_island_measures_the_same_steps(long, devices, close):
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_gradients_equal_the_twin(long, devices, close, rule, later):
     """Norms of the batches that are measured, the mean of all, and two equations for two unknowns."""
-    update_from_estimates = optax.adam(0.01)
-    trainer = jaxche.Trainer(long.loss, update_from_estimates, average="gradients", replicas=devices[:2], scaling=rule)
-    params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(update_from_estimates, rule)
+    adam = optax.adam(0.01)
+    trainer = jaxche.Trainer(long.loss, adam, average="gradients", replicas=devices[:2], scaling=rule)
+    params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(adam, rule)
     opt_state, wanted = tx.init(params), []
     state, averages = trainer.init(long.params), np.zeros(3)
     for number, counts in enumerate(ROUNDS):

@@ -10,7 +10,7 @@ import pytest
 
 import jaxche
 from jaxche.cadence import DivergenceCorrection, RoundPlan
-from jaxche.data import Reader
+from jaxche.data import SequenceReader
 from jaxche.distributed import Group
 from jaxche.replicas._merge import reduce_rows
 from jaxche.replicas._merge_program import HOST_COLUMNS, _fednova_step
@@ -191,7 +191,7 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table[:, :, len(HOST_COLUMNS) + 1] = 8.0  # examples
     rows = reduce_rows(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
-    planned = PlannedRound(TrainerState((), None, DivergenceCorrection()), plan, Reader([]))
+    planned = PlannedRound(TrainerState((), None, DivergenceCorrection()), plan, SequenceReader([]))
     RoundStatistics(rows, Columns()).check(planned, Group(), {}, True)
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):

@@ -1,8 +1,14 @@
 """What a round needs, counted by hand where that can be done."""
 
+import types
+
+import jax
+import numpy as np
 import optax
 
 import jaxche
+from jaxche.replicas import row_limit
+from jaxche.replicas._replica import RoundMemory
 
 
 def test_bytes_of_a_round(problem, devices):
@@ -43,3 +49,18 @@ def test_an_island_shares_it(problem, devices):
         assert half[name] == whole[name] / 2
     small = 4 + 4 * 3  # the index and three sums, whole on both
     assert half["working copy"] - small == (whole["working copy"] - small) / 2
+
+
+def test_larger_steps_get_the_memory_that_the_rest_leaves():
+    memory = RoundMemory(fixed=1000, of_rows=500, by_purpose={})
+
+    def device(**found):
+        return types.SimpleNamespace(process_index=jax.process_index(), memory_stats=lambda: found)
+
+    def limit(*devices):
+        return row_limit(8, memory, types.SimpleNamespace(devices=np.array(devices)))
+
+    # Four fifths of the smaller device, without the fixed part.
+    assert limit(device(bytes_limit=10_000), device(bytes_limit=5000)) == 8 * (4000 - 1000) / 500
+    assert limit(device(bytes_limit=1300)) == 8  # steps of a batch are known to fit
+    assert limit(device()) == float("inf")

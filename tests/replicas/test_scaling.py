@@ -10,7 +10,7 @@ import pytest
 
 import jaxche
 from jaxche.averaging import merge_weights
-from jaxche.scaling import effective_replicas, noise_scale, scale_learning_rate
+from jaxche.scaling import effective_replicas, local_estimates, noise_scale, scale_learning_rate, update_from_estimates
 
 ROUNDS = [(3, 5), (1, 3), (4, 0), (2, 4)]
 RULES = [jaxche.AdaScale(), jaxche.AdamScale(), jaxche.LinearScale(), jaxche.SqrtScale(), jaxche.LEGWScale(1, 96, 8)]
@@ -85,14 +85,14 @@ def averaged_parameters(problem, tx, rule, rounds, merge, base=8):
             if n > 1:
                 total = jax.tree.map(lambda *x: sum(x), *own)
                 mean = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
-                parts.append(noise_scale.local_estimates(noise, total, mean, opt_state=seen))
+                parts.append(local_estimates(noise, total, mean, opt_state=seen))
             cursor += n
             ends.append(params)
         merged = jax.tree.map(lambda *x, w=weights: sum(a * b for a, b in zip(w, x, strict=True)), *ends)
         x0 = jax.tree.map(lambda a, b, alpha=alpha: a - alpha * (a - b), x0, merged)
         progress += gains[0] * alpha * sum(w * n for w, n in zip(weights, counts, strict=True))
         if parts:
-            noise = noise_scale.update_from_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts))
+            noise = update_from_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts))
         told.append((noise.critical_batch_size, np.mean(gains), np.mean(factors), progress))
     return x0, told
 

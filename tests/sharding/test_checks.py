@@ -166,21 +166,20 @@ def test_the_call_that_is_told_is_the_one_that_was_made():
         check_params({"n": np.arange(3)}, "trainer.init")
 
 
+SAM = optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0))
+OPAQUE = optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0), opaque_mode=True)
+
+
 @pytest.mark.parametrize(
-    ("tx", "missing", "line"),
+    ("tx", "message"),
     [
-        (optax.lbfgs(), "value_fn", "optax.adam"),
-        (
-            optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0)),
-            "value",
-            "optax.GradientTransformation(tx.init, tx.update)",
-        ),
+        (optax.lbfgs(), r"value_fn=.*; write optax\.lbfgs\(0\.1, linesearch=None\)"),
+        (SAM, r"makes no update from gradients, .*'value'; write e\.g\. tx=optax\.GradientTransformation\(tx\.init"),
+        (OPAQUE, r"makes no update from gradients, .*; write e\.g\. optax\.contrib\.sam without opaque_mode=True"),
     ],
 )
-def test_an_optimizer_that_needs_other_arguments(tx, missing, line, devices):
-    with pytest.raises(
-        ValueError, match=rf"tx makes no update from gradients, .*'{missing}'; write e.g. tx={re.escape(line)}"
-    ):
+def test_an_optimizer_that_needs_other_arguments(tx, message, devices):
+    with pytest.raises(ValueError, match=f"tx .*{message}"):
         make(devices[:2], tx).init(PARAMS)
 
 

@@ -13,7 +13,7 @@ import pytest
 from jaxche.stages import _objects as module
 from jaxche.stages import _tensors as tensors
 from jaxche.stages._buffers import on_device
-from jaxche.stages._objects import Folder, Objects, open_objects
+from jaxche.stages._objects import Objects, open_objects
 
 
 @pytest.fixture(params=["memory", "folder", "file url", "bucket", "google_bucket"])
@@ -71,7 +71,7 @@ def test_a_large_object_outlives_its_file_and_cannot_be_written_to(objects):
 
 def test_only_so_many_files_are_held_open(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MAX_MAPPED", 3)
-    folder = Folder(tmp_path)
+    folder = open_objects(str(tmp_path), "run", {})
     contents = {str(i): bytes([i]) * (1 << 20) for i in range(5)}
     for key, content in contents.items():
         folder.create(key, [content])
@@ -84,20 +84,20 @@ def test_only_so_many_files_are_held_open(tmp_path, monkeypatch):
 
 
 def test_a_program_may_be_given_what_came_from_a_file_to_write_into(tmp_path):
-    folder, array = Folder(tmp_path), np.arange(1 << 19, dtype=np.float32)
+    folder, array = open_objects(str(tmp_path), "run", {}), np.arange(1 << 19, dtype=np.float32)
     folder.create("a", tensors.encode(array))
-    before = (tmp_path / "a").read_bytes()
+    before = (tmp_path / "run" / "a").read_bytes()
     found = on_device(tensors.decode(*folder.read("a", 1 << 30), array, "a"), jax.devices()[0])
     assert len(folder._mapped) == 1
     np.testing.assert_array_equal(jax.jit(lambda x: 2 * x + 1, donate_argnums=0)(found), 2 * array + 1)
-    assert (tmp_path / "a").read_bytes() == before
+    assert (tmp_path / "run" / "a").read_bytes() == before
 
 
 def test_a_file_system_without_maps_is_read(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(errno.ENODEV, "No such device")
 
-    folder = Folder(tmp_path)
+    folder = open_objects(str(tmp_path), "run", {})
     folder.create("a", [bytes(1 << 20)])
     monkeypatch.setattr(module.mmap, "mmap", refuse)
     assert text(folder.read("a", 1 << 30)) == (bytes(1 << 20), 1 << 20)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.data._batches import Reader
+from jaxche.data._batches import SequenceReader
 from jaxche.training import _fingerprint as fingerprint
 
 
@@ -157,7 +157,7 @@ def test_examples_that_are_augmented_at_random_are_known_by_what_stays(problem, 
     data = Augmented(problem.data)
     state, _ = trainer.fit(trainer.init(problem.params), data, epochs=2, progress=False)
     assert state.examples == 2 * 96
-    assert fingerprint.data_digest(Reader(data), 12) == fingerprint.NONDETERMINISTIC
+    assert fingerprint.data_digest(SequenceReader(data), 12) == fingerprint.NONDETERMINISTIC
 
 
 @pytest.mark.parametrize("labels", [[0] * 6 + [1] * 6, [0] * 11 + [1], [0, 1] + [0] * 10])
@@ -172,7 +172,7 @@ def test_augmented_examples_may_be_sorted_by_class(labels):
         def __getitem__(self, i):
             return {"x": self._rng.normal(size=4), "y": np.full(4, labels[i])}
 
-    reader = Reader(Sorted())
+    reader = SequenceReader(Sorted())
     reader.take((0, 0))
     assert reader.nondeterministic
     reader.close()
@@ -222,7 +222,7 @@ def test_whatever_is_in_a_batch_that_is_the_same_again_it_is_taken(make):
         def __getitem__(self, i):
             return make(i)
 
-    reader = Reader(Data())
+    reader = SequenceReader(Data())
     reader.take((0, 1))
     assert reader.nondeterministic is False
     reader.close()
@@ -240,17 +240,17 @@ def test_data_of_one_batch_is_known_by_what_stays():
             self._count += 1
             return {"x": np.full(4, self._count)} | ({"y": np.arange(4)} if self._keeps else {})
 
-    reader = Reader(One(keeps=True))
+    reader = SequenceReader(One(keeps=True))
     reader.take((0, 0))
     assert reader.nondeterministic
     with pytest.raises(ValueError, match="is not the same"):
-        Reader(One(keeps=False)).take((0, 0))
+        SequenceReader(One(keeps=False)).take((0, 0))
 
 
 def test_data_in_memory_is_not_read_twice(problem):
     """It holds what it gives: a large batch need not be made and compared."""
     for data in (problem.data, [1, 2], (1, 2)):
-        assert Reader(data).nondeterministic is False
+        assert SequenceReader(data).nondeterministic is False
 
 
 def test_data_that_only_looks_like_an_array_or_a_tuple_of_arrays_is_taken(problem, devices):

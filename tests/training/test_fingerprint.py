@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.data._batches import Reader
+from jaxche.data._batches import SequenceReader
 from jaxche.distributed import Group
 from jaxche.training import _fingerprint as fingerprint
 from jaxche.training import _preparation
@@ -50,7 +50,7 @@ def test_long_values_that_begin_alike_stay_apart():
 
 def seen(*args, **options):
     data = jaxche.Batches(*args, **options)
-    return fingerprint.data_digest(Reader(data), len(data))
+    return fingerprint.data_digest(SequenceReader(data), len(data))
 
 
 def test_other_data_another_order_and_other_batches_are_seen():
@@ -80,7 +80,7 @@ def test_data_that_varies_is_not_compared(monkeypatch):
             self.count = getattr(self, "count", 0) + 1
             return {"x": np.array([self.count]), "label": np.array([i])}
 
-    assert fingerprint.data_digest(Reader(Noisy()), 3) == fingerprint.NONDETERMINISTIC
+    assert fingerprint.data_digest(SequenceReader(Noisy()), 3) == fingerprint.NONDETERMINISTIC
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, own | {"data": "abc"}])
     monkeypatch.setattr(Group, "members", (0, 1))
     fingerprint.refuse_differences(Group(), {"data": fingerprint.NONDETERMINISTIC})

@@ -6,7 +6,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxche
-from jaxche.training._optimizer_checks import check_line_search, check_update
+from jaxche.sharding import check_update
+from jaxche.training._optimizer_checks import check_line_search
 
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
 EXTRA_ARGUMENTS = {
@@ -21,8 +22,7 @@ EXTRA_ARGUMENTS = {
 @pytest.mark.parametrize("tx", EXTRA_ARGUMENTS)
 def test_an_optimizer_may_read_the_loss(tx):
     check_line_search(EXTRA_ARGUMENTS[tx])
-    check_update(EXTRA_ARGUMENTS[tx], PARAMS, staged=False)
-    check_update(EXTRA_ARGUMENTS[tx], [PARAMS, PARAMS["w"]], staged=True)
+    check_update(EXTRA_ARGUMENTS[tx], PARAMS, PARAMS["w"])
 
 
 def test_a_train_state_as_an_optimizer_is_refused_with_the_line_to_write(devices):
@@ -71,7 +71,7 @@ def test_other_needs_of_an_optimizer_are_named(devices, tx, named):
         trainer.init(PARAMS)
     staged = [PARAMS, {"w": PARAMS["w"]}]
     with pytest.raises(ValueError, match=named):
-        check_update(tx, staged, staged=True)
+        check_update(tx, *staged)
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
-from jaxche.data import Reader
+from jaxche.data import SequenceReader
 from jaxche.replicas._merge import Merged
 from jaxche.replicas._merge_program import HOST_COLUMNS, Report
 from jaxche.replicas._programs import Columns
@@ -14,7 +14,7 @@ from jaxche.training import TrainerState
 from jaxche.training._plan import PlannedRound
 from jaxche.training._round import RoundStatistics, RoundTimes, advance
 
-READER = Reader([np.zeros(2)] * 100)
+READER = SequenceReader([np.zeros(2)] * 100)
 
 
 def state(che, **fields):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import DivergenceCorrection, RoundPlan
-from jaxche.data import Reader
+from jaxche.data import SequenceReader
 from jaxche.distributed import Group, RankError
 from jaxche.replicas._programs import Columns
 from jaxche.replicas._replica import LocalResult
@@ -20,7 +20,7 @@ PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 
 def planned(sync_ms=0.0, plan=PLAN):
     before = TrainerState((), None, DivergenceCorrection(), sync_ms=sync_ms)
-    return PlannedRound(before, plan, Reader([np.zeros(2)] * 9))
+    return PlannedRound(before, plan, SequenceReader([np.zeros(2)] * 9))
 
 
 def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
