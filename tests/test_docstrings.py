@@ -14,8 +14,8 @@ import jaxche
 
 ROOT = Path(jaxche.__file__).parent
 PACKAGES = ["jaxche", "jaxche.scaling.noise_scale"]
-# What jaxche.distributed has is for the other packages; what users need of it is in the root.
-INTERNAL = {"distributed"}
+# What these have is for the other packages; what users need of it is in the root.
+INTERNAL = {"distributed", "messages"}
 PACKAGES += [
     f"jaxche.{module.name}"
     for module in pkgutil.iter_modules(jaxche.__path__)

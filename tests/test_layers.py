@@ -14,6 +14,7 @@ import jaxche
 
 ROOT = Path(jaxche.__file__).parent
 ORDER = (
+    "messages",
     "drawing",
     "cadence",
     "averaging",
@@ -64,7 +65,7 @@ def test_imports_point_to_earlier_layers(path):
 
 
 def test_the_first_layer_knows_no_jax():
-    for path in (*(ROOT / "cadence").glob("*.py"), *(ROOT / "drawing").glob("*.py")):
+    for path in (path for package in ("messages", "drawing", "cadence") for path in (ROOT / package).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

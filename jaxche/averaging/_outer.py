@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging._trees import sum_dtype
-from jaxche.drawing import brief
+from jaxche.messages import brief
 
 
 def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:

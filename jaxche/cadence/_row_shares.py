@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxche.cadence._rank_times import RankTimes
-from jaxche.drawing import per_rank
+from jaxche.messages import per_rank
 
 # The shares change if that makes the round shorter by this part of it and by this number of ms. The first change needs
 # more, so that equal devices whose times jitter keep whole batches.

@@ -150,7 +150,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
 
 
 def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clock]) -> None:
-    from jaxche.drawing import aligned
+    from jaxche.messages import aligned
 
     print(f"\n{len(reports)} processes")
     rows = [["process", "host", "devices", "memory free", "clock ahead"]]
@@ -164,7 +164,7 @@ def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clo
 
 
 def _print_links(links: Sequence[AllReduce], where: str) -> None:
-    from jaxche.drawing import aligned
+    from jaxche.messages import aligned
 
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]

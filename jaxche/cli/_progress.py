@@ -9,7 +9,7 @@ import jax
 
 from jaxche.cli._result import MAX_RANKS, metric_text, metric_title, percent
 from jaxche.cli._tasks import Task
-from jaxche.drawing import per_rank
+from jaxche.messages import per_rank
 from jaxche.reports import History, RoundInfo
 from jaxche.training import Trainer, TrainerState
 

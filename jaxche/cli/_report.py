@@ -133,7 +133,7 @@ def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
 
 def _results(result: dict[str, Any]) -> str:
     """The table of results, with a column for each policy."""
-    from jaxche.drawing import html_table
+    from jaxche.messages import html_table
 
     rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])
     head = rows.pop(0) if len(result["results"]) > 1 else ["", *result["results"]]
@@ -141,7 +141,7 @@ def _results(result: dict[str, Any]) -> str:
 
 
 def _rounds(history: History) -> str:
-    from jaxche.drawing import html_table
+    from jaxche.messages import html_table
     from jaxche.reports import text_rows
 
     head, *rows = text_rows(history, _ROUNDS)

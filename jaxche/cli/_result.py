@@ -96,7 +96,7 @@ def metric_text(metric: str, value: float) -> str:
 
 def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
     """Table rows with a column for each policy and its ratio to the first; a header if there are several."""
-    from jaxche.drawing import per_rank
+    from jaxche.messages import per_rank
 
     first, many = results[0], len(results) > 1
     rows = [
@@ -128,7 +128,7 @@ def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
 
 def table(results: Sequence[Result], metric: str) -> str:
     """The :func:`result_rows` as text."""
-    from jaxche.drawing import aligned
+    from jaxche.messages import aligned
 
     return aligned(result_rows(results, metric), left=1)
 

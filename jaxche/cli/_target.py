@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxche.drawing import users_part
+from jaxche.messages import users_part
 
 
 def load_function(target: str) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from jaxche.cli._settings import (
 )
 from jaxche.cli._tasks import Task, load
 from jaxche.distributed import PACE_MS, process_group
-from jaxche.drawing import per_rank
+from jaxche.messages import per_rank
 from jaxche.reports import Advice, History
 from jaxche.sharding import devices
 from jaxche.training import Checkpoints, Trainer, TrainerState

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax._src import distributed as _jax_distributed
 
-from jaxche.drawing import format_ranks
+from jaxche.messages import format_ranks
 
 
 def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._gpus import default_platform, has_cuda, visible_gpus
-from jaxche.drawing import format_ranks, odd_ones
+from jaxche.messages import format_ranks, odd_ones
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ROWS = 12

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
-from jaxche.drawing import brief, short_traceback
+from jaxche.messages import brief, short_traceback
 from jaxche.sharding import batch_size
 
 

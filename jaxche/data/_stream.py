@@ -14,7 +14,7 @@ import numpy as np
 from jaxche.cadence import whole_number
 from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.sharding import batch_size
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random

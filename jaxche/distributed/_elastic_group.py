@@ -26,7 +26,7 @@ from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
 from jaxche.distributed._transfer import receive_state, send_state
-from jaxche.drawing import format_ranks
+from jaxche.messages import format_ranks
 
 _log = logging.getLogger("jaxche")
 

@@ -13,7 +13,7 @@ from jaxche.distributed._group import PeerLostError, suppress_timeout
 from jaxche.distributed._listener import connect
 from jaxche.distributed._liveness_server import ALIVE, INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
-from jaxche.drawing import format_ranks
+from jaxche.messages import format_ranks
 
 # The number of processes that have had each index.
 _INCARNATIONS = "jaxche/incarnations/"

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ElChe
-from jaxche.drawing import aligned, html_table, per_rank
+from jaxche.messages import aligned, html_table, per_rank
 from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxche.cadence import whole_number
-from jaxche.drawing import aligned, html_table
+from jaxche.messages import aligned, html_table
 from jaxche.reports._advice import Advice, advise_from
 from jaxche.reports._plot import ROUNDS_DRAWN, draw
 from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, rounds_svg

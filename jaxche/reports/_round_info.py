@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, per_rank, ranks_to_show
+from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
+from jaxche.messages import per_rank
 from jaxche.scaling import effective_replicas
 
 # Metrics and results of validation in the text of a round.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.scaling._checks import check_positive
 
 

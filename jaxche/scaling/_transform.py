@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.scaling._checks import check_positive
 from jaxche.scaling._groups import make_groups, scale_leaves
 from jaxche.scaling._rules import ScalingRule

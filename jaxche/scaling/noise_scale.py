@@ -41,7 +41,7 @@ import numpy as np
 from jax import lax
 
 from jaxche.averaging import is_float, psum_buckets, sum_dtype, weighted_mean
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.scaling._checks import check_positive, is_concrete
 from jaxche.scaling._groups import Groups, group_products, group_squares, make_groups
 from jaxche.scaling._second_moments import Preconditioner, preconditioner

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.scaling import with_extra_args
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._strategy import ShardingStrategy

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxche.drawing import aligned, html_table
+from jaxche.messages import aligned, html_table
 from jaxche.sharding._checks import batch_size, check_strategy
 from jaxche.sharding._explain import Explanation, as_bytes, show_bytes
 from jaxche.sharding._step import sharded_step

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import sum_dtype
-from jaxche.drawing import aligned, html_table
+from jaxche.messages import aligned, html_table
 from jaxche.sharding._hlo import Collective, collectives
 from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import path_names
-from jaxche.drawing import brief
+from jaxche.messages import brief
 
 REPLICA, SHARD = "replica", "shard"
 

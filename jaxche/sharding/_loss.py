@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxche.averaging import Weighted
-from jaxche.drawing import brief, without_library
+from jaxche.messages import brief, without_library
 from jaxche.sharding._checks import flax_kind
 
 # The names of a random key.

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxche.cadence import whole_number
-from jaxche.drawing import brief, short_traceback
+from jaxche.messages import brief, short_traceback
 from jaxche.sharding._checks import (
     check_arguments,
     check_batch,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxche.cadence import whole_number
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
 from jaxche.sharding._picture import devices_svg
 

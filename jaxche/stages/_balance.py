@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import is_float
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.stages._stage import Stage, check_stage_params, cotangents
 
 Node = TypeVar("Node", bound=Hashable)

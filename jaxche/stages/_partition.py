@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from jaxche.cadence import whole_number
-from jaxche.drawing import brief, short_traceback
+from jaxche.messages import brief, short_traceback
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
 from jaxche.stages._pace import Pace, PacedProgram

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxche.cadence import whole_number
-from jaxche.drawing import COLOURS, Bar, Lane, brief, lanes
+from jaxche.drawing import COLOURS, Bar, Lane, lanes
+from jaxche.messages import brief
 
 
 class Task(NamedTuple):

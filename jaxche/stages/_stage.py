@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.sharding import collections_of, flax_kind, not_floats
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import ElasticGroup, process_group
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.replicas import BatchOutputs, FrozenArrays, Placement, Scaling, make_placements, merges_on_host
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule

@@ -19,7 +19,7 @@ import optax
 from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
 from jaxche.reports import RoundInfo
 from jaxche.scaling import AdamScale

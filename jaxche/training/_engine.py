@@ -25,7 +25,7 @@ from jaxche.data import (
     is_same,
     is_stream,
 )
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.replicas import (
     Columns,
     Correction,

@@ -16,7 +16,7 @@ import numpy as np
 from jaxche.averaging import escape_name, path_names
 from jaxche.data import SequenceReader
 from jaxche.distributed import Group
-from jaxche.drawing import odd_ones
+from jaxche.messages import odd_ones
 from jaxche.scaling import with_extra_args
 
 # Relative tolerance: devices of different kinds round differently.

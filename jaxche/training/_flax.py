@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxche.averaging import path_names
-from jaxche.drawing import brief, short_traceback
+from jaxche.messages import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
 from jaxche.training._optimizer_checks import shapes_of_state
 

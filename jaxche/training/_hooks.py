@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxche.data import EPOCH_SIZE
 from jaxche.distributed import RESTART, PeerLostError
-from jaxche.drawing import brief, per_rank
+from jaxche.messages import brief, per_rank
 from jaxche.reports import Every, History, Logger, Reached, RoundInfo
 from jaxche.training._evaluate import MetricProgram, evaluate
 from jaxche.training._plan import End

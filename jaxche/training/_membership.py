@@ -13,7 +13,7 @@ import numpy as np
 from jaxche.cadence import ApplyPolicy, Choice, ElChe, RoundPlan, RowShares
 from jaxche.data import StreamReader, to_json
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
-from jaxche.drawing import format_ranks
+from jaxche.messages import format_ranks
 from jaxche.replicas import LocalState
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC

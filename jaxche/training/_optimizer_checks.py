@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.drawing import brief
+from jaxche.messages import brief
 from jaxche.replicas import are_accumulators
 from jaxche.scaling import ScaleLearningRateState
 from jaxche.sharding import check_update

@@ -29,7 +29,7 @@ from jaxche.cadence import (
 )
 from jaxche.data import Reader
 from jaxche.distributed import hang_timeout
-from jaxche.drawing import brief, short_traceback
+from jaxche.messages import brief, short_traceback
 from jaxche.replicas import MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, merge_share
 from jaxche.distributed import ElasticGroup
-from jaxche.drawing import brief, per_rank, short_traceback
+from jaxche.messages import brief, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule

@@ -18,7 +18,7 @@ from gpu_parts.table import Line
 # As scripts/test --fast.
 FAST = "not slow and not gpu"
 # Folders of tests that start processes, or have no use for a card.
-OTHERS = ("multiprocess", "cli", "cluster", "drawing")
+OTHERS = ("multiprocess", "cli", "cluster", "drawing", "messages")
 
 
 def run(context: Context) -> None:

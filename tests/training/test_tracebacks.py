@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jaxche
-from jaxche.drawing import TRACEBACK, short_traceback
+from jaxche.messages import TRACEBACK, short_traceback
 
 OWN = str(Path(jaxche.__file__).parent)
 

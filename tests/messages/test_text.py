@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxche.drawing import aligned, format_ranks, html_table, odd_ones, per_rank
+from jaxche.messages import aligned, format_ranks, html_table, odd_ones, per_rank
 
 
 def test_of_many_ranks_the_first_twelve_are_listed():
