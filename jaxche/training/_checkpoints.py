@@ -19,11 +19,10 @@ import jax
 from jaxche.cadence import ApplyPolicy, whole_number
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
-from jaxche.reports import Every, RoundInfo
+from jaxche.reports import Every, MetricsLog, RoundInfo, no_space
 from jaxche.training._checkpoint_reader import CheckpointReader
 from jaxche.training._checksums import checksum_of_metadata, checksums
 from jaxche.training._hooks import Hook, Run
-from jaxche.training._metrics_log import MetricsLog, no_space
 from jaxche.training._orbax import align_operation_ids, barriers, close_manager, end_threads, handlers, spanning
 from jaxche.training._rounds import Rounds
 from jaxche.training._shared_folder import shared_folder

@@ -68,23 +68,21 @@ class Membership:
         self._pending = found and ({int(process): number for process, number in found[0].items()}, found[1])
 
     def _candidates(self) -> tuple[dict[int, int], list[int]] | None:
-        trainer, accepted = self._trainer, {}
+        fingerprint, accepted = self._trainer._engine.fingerprint, {}
+        processes_of_ranks = self._trainer._settings.processes_of_ranks
         for process, request in self._group.candidates().items():
-            reason = refusal(trainer._engine.fingerprint, request["fingerprint"])
+            reason = refusal(fingerprint, request["fingerprint"])
             if any(
-                process in processes_of_rank and len(processes_of_rank) > 1
-                for processes_of_rank in trainer._settings.processes_of_ranks
+                process in processes_of_rank and len(processes_of_rank) > 1 for processes_of_rank in processes_of_ranks
             ):
                 reason = "its replica needs other processes too"
             if reason is None:
                 accepted[process] = request["incarnation"]
             else:
                 self._group.refuse(process, request["incarnation"], reason)
-        return (
-            (accepted, ranks_of(trainer._settings.processes_of_ranks, {*self._group.members, *accepted}))
-            if accepted
-            else None
-        )
+        if not accepted:
+            return None
+        return accepted, ranks_of(processes_of_ranks, {*self._group.members, *accepted})
 
     def admit(self, run: Run) -> None:
         """Admit the processes that :meth:`poll` found; all members call it together."""

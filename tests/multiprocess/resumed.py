@@ -124,6 +124,12 @@ def stream(data, has_state):
     return jaxche.Stream(batches, shards=False)
 
 
+def admit_amid_epochs(cursors):
+    """Admit a replacement only at the end of a round of two that does not end its epoch."""
+    candidates = _elastic_group.ElasticGroup.candidates
+    _elastic_group.ElasticGroup.candidates = lambda self: candidates(self) if cursors[-1] < 8 else {}
+
+
 def callback(what, round, world):
     """What happens in the callback after a round, on one rank, unless the run was started again."""
     rounds_here, victim = [], victim_of(what)
@@ -297,14 +303,16 @@ def main(what, round, folder, rules="plain"):
     if "twice" in what:
         trainer.fit(trainer.init(problem.params), problem.data, progress=False)
         epochs //= 2
-    rounds, data = [], problem.data
+    rounds, cursors, data = [], [0], problem.data
     if what.startswith("error"):
         data = Broken(data, int(round))
     elif "stream" in what:
         data = stream(data, "restored" in what)
+        admit_amid_epochs(cursors)
 
     def note(state, info):
         rounds.append(info.round)
+        cursors.append(state.cursor)
 
     state, history = trainer.fit(
         trainer.init(problem.params),

@@ -25,10 +25,10 @@ from orbax.checkpoint._src.futures import future
 
 import jaxche
 from jaxche.distributed import Group, PeerLostError
+from jaxche.reports import MetricsLog
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import _checkpoints
 from jaxche.training._checkpoints import CheckpointManager
-from jaxche.training._metrics_log import MetricsLog
 from jaxche.training._state_dict import FORMAT
 
 

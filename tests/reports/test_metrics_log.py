@@ -7,7 +7,7 @@ import pytest
 
 import jaxche
 from jaxche.distributed import Group
-from jaxche.training._metrics_log import MetricsLog, no_space
+from jaxche.reports import MetricsLog, no_space
 
 
 @pytest.fixture
