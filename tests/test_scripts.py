@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += [*(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
-PAGES += [path for path in SCRIPTS.rglob("*") if path.is_file() and path.suffix not in (".jsonl", ".pyc")]
+FILES = (path for path in SCRIPTS.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+PAGES += [path for path in FILES if path.suffix != ".jsonl"]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf8") for path in sorted(PAGES)}
 
 # The command of a script: in a code span, in a comment of HTML, or on a line of its own. Two spaces end it there.
