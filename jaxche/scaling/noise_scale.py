@@ -555,6 +555,7 @@ def _check_noise(noise: Any) -> None:
 
 
 def check_contributors(noise: NoiseScale, contributors: int) -> None:
+    """Refuse a single contributor where nothing else is there to compare its gradient with."""
     if contributors < 2 and noise.previous is None:
         raise ValueError(
             f"grads come from {contributors} contributor; noise is measured by the difference of at least 2. Write "

@@ -341,13 +341,18 @@ def test_no_compilation_is_timed(devices, monkeypatch):
 
 def test_a_compilation_amid_a_round_is_no_time_of_its_merge(devices, monkeypatch):
     """Batches may be padded to some lengths, and one comes late: compiling for it takes a thousand seconds here."""
-    data, ahead, lower = [np.ones((n, 4), np.float32) for n in (4, 4, 3, 4, 4)], [0.0], Replica._lower
+    data, ahead, lower = [np.ones((n, 4), np.float32) for n in (4, 4, 3, 4, 4)], {}, Replica._lower
+    own, main = threading.get_ident, threading.get_ident()
 
     def lower_slowly(self, *arguments):
-        ahead[0] += 1000.0
+        ahead[own()] = ahead.get(own(), 0.0) + 1000.0
         return lower(self, *arguments)
 
-    clock = SimpleNamespace(**(vars(time) | {"perf_counter": lambda: time.perf_counter() + ahead[0]}))
+    def now():
+        """Only the thread that compiles is ahead, and the one that waits for it: the other replica may be in a step."""
+        return time.perf_counter() + (sum(ahead.values()) if own() == main else ahead.get(own(), 0.0))
+
+    clock = SimpleNamespace(**(vars(time) | {"perf_counter": now}))
     monkeypatch.setattr(_replica, "time", clock)
     monkeypatch.setattr(_rounds, "time", clock)
     monkeypatch.setattr(Replica, "_lower", lower_slowly)
