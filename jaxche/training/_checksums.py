@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from jaxche.distributed import Group
 from jaxche.training._state_dict import leaf_names
 
-# Elements that are summed at a time, which bounds the memory.
-_BLOCK = 1 << 20
 _MODULUS = 1 << 64
 
 
 def checksums(trees: Mapping[str, Any], group: Group) -> dict[str, int]:
     """The checksum of every leaf by its path; all processes call this together."""
     leaves = dict(leaf_names(trees))
-    own = {name: checksum(leaf) for name, leaf in leaves.items()}
+    own = dict(zip(leaves, own_checksums(list(leaves.values())), strict=True))
     if all(leaf.is_fully_replicated for leaf in leaves.values()):
         return own
     parts = group.all_gather(
@@ -32,42 +31,45 @@ def checksums(trees: Mapping[str, Any], group: Group) -> dict[str, int]:
     return {name: sum(part[name] for part in parts) % _MODULUS for name in leaves}
 
 
-def checksum(leaf: jax.Array) -> int:
-    r"""The checksum of the shards of this process, $\sum_i b_i (2 i + 1) \bmod 2^{64}$ with the bits of element $i$.
+def own_checksums(leaves: Sequence[jax.Array]) -> list[int]:
+    r"""The checksum of the shards of this process, $\sum_i b_i (2 i + 1) \bmod 2^{64}$ with the bits of number $i$.
 
-    Factors are odd, so one wrong bit is always found. Of copies of a shard the first counts.
+    Factors are odd, so one wrong bit is always found. Of copies of a shard the first counts; a complex number is two
+    numbers. The devices compute the sums, all at once, so that only these are copied to the host.
     """
+    with jax.enable_x64(True):
+        sums = jax.device_get([_sums(leaf) for leaf in leaves])
+    return [sum(map(int, parts)) % _MODULUS for parts in sums]
+
+
+def _sums(leaf: jax.Array) -> list[jax.Array]:
+    """The sum over each shard that counts, on its device."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     shards = leaf.addressable_shards
     shards = shards[:1] if leaf.is_fully_replicated else [shard for shard in shards if shard.replica_id == 0]
-    parts = [_partial(np.asarray(one.data), [cut.start or 0 for cut in one.index], leaf.shape) for one in shards]
-    return sum(parts) % _MODULUS
+    return [_sum(one.data, tuple(cut.start or 0 for cut in one.index), leaf.shape) for one in shards]
 
 
-def _partial(host: np.ndarray, starts: list[int], shape: tuple[int, ...]) -> int:
-    """The sum over a part of an array that begins at ``starts``."""
-    if not host.size:
-        return 0
-    if not host.ndim:
-        host, starts, shape = host.reshape(1), [0], (1,)
-    unit = min(host.itemsize, 8)
-    parts = host.itemsize // unit  # of a complex128
-    bits = np.ascontiguousarray(host).view(f"u{unit}")
-    shape, starts = (*shape[:-1], shape[-1] * parts), [*starts[:-1], starts[-1] * parts]
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    steps = [
-        (np.arange(start, start + size, dtype=np.uint64) * np.uint64(stride)).reshape(
-            -1, *(1,) * (len(shape) - axis - 1)
-        )
-        for axis, (start, size, stride) in enumerate(zip(starts, bits.shape, strides, strict=True))
-    ]
-    inner, total = sum(steps[1:], start=np.uint64(0)), 0
-    rows = max(1, _BLOCK // math.prod(bits.shape[1:]))
-    for at in range(0, len(bits), rows):
-        factors = (steps[0][at : at + rows] + inner) * np.uint64(2) + np.uint64(1)
-        total += int((bits[at : at + rows].astype(np.uint64) * factors).sum(dtype=np.uint64))
-    return total
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sum(x: jax.Array, starts: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """The sum over a part of an array of this shape; the part begins at ``starts``."""
+    if jnp.iscomplexobj(x):
+        x, starts, shape = jnp.stack([x.real, x.imag], -1), (*starts, 0), (*shape, 2)
+    factors = jnp.ones((), jnp.uint64)
+    for axis, start in enumerate(starts):
+        stride = 2 * math.prod(shape[axis + 1 :])
+        place = lax.broadcasted_iota(jnp.uint64, x.shape, axis) + jnp.uint64(start)
+        factors = factors + place * jnp.uint64(stride)
+    return (_bits(x) * factors).sum(dtype=jnp.uint64)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits of each number."""
+    if x.dtype == bool:
+        return x.astype(jnp.uint64)
+    width = (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
+    return lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint64)
 
 
 def checksum_of_metadata(meta: Mapping[str, Any]) -> int:
