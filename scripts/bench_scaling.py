@@ -23,14 +23,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxche.cluster._placement import TUNABLES, with_tunables
+
 BASE = 10  # examples of a base batch; 8 and 16 of them divide an epoch
 SCALES = (8, 16)
 ROUND = {"one replica": 50, "parameters": 20, "gradients": 20}  # steps of a round for --overhead; 50 is the trainer's
 FIRST_ROUNDS, CYCLE = 8, 4  # all of the first are measured, then every second or fourth of this length
 MORE = "a tenth more"  # steps in the same round, a control that the measurement must find
-# Depending on addresses, glibc returns the pages of large arrays to the system in each step and maps them again, which
-# costs some percent of a step. With these settings it keeps them.
-KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**26)}
 MARKS = 24  # evaluations on the test set during a run
 SWEEPS = {
     "SGD": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
@@ -49,8 +48,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=6, help=f"times {CYCLE} rounds of each of them (default 6)")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     args = parser.parse_args()
-    if args.overhead and not os.environ.keys() >= KEEP.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
+    if args.overhead and TUNABLES not in os.environ:  # page faults cost some percent of a step, depending on addresses
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {TUNABLES: with_tunables("")})
     if args.overhead and hasattr(os, "sched_setaffinity"):
         # Before jax counts the cores: the whole cost of a step, with its dispatch, is then time on one core.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -19,9 +19,7 @@ import sys
 import time
 from typing import Any
 
-# Depending on sizes, glibc returns large buffers to the system or keeps them; the page faults of the former are a tenth
-# of a step. With these settings it keeps all.
-_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
+from jaxche.cluster._placement import TUNABLES, with_tunables
 
 
 def main() -> int:
@@ -34,8 +32,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--steps", type=int, default=4, help="a turn, of each system")
     args = parser.parse_args()
-    if not _ALLOCATOR.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | _ALLOCATOR)
+    if TUNABLES not in os.environ:  # page faults are a tenth of a step, or none, depending on sizes
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {TUNABLES: with_tunables("")})
 
     import jax
 

@@ -158,6 +158,8 @@ def of_free(rounds: Sequence[dict[str, Any]], paces: Sequence[float]) -> float:
 
 def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[str, Any]]:
     """What a job prints, run by one process a pace with this link between them."""
+    from jaxche.cluster._placement import TUNABLES, with_tunables
+
     with machines(link, len(paces)) as names, tempfile.TemporaryDirectory(prefix="jaxche-link-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job | {"paces": list(paces)}))
         children = []
@@ -168,6 +170,7 @@ def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[st
                 "JAXCHE_NUM_PROCESSES": str(len(paces)),
                 "JAXCHE_PROCESS_ID": str(rank),
                 "JAXCHE_PACE_MS": str(pace),
+                TUNABLES: with_tunables(os.environ.get(TUNABLES, "")),
             }
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
             command += [sys.executable, __file__, "--worker", folder]

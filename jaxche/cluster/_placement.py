@@ -11,6 +11,17 @@ from jaxche.cluster._gpus import default_platform, gpu_ids
 from jaxche.cluster._xla_flags import with_flags
 from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PACE_MS, PROCESS_ID
 
+# How the C library of Linux allocates: in pages of 2 MB, and a process keeps the memory that it once had. XLA allocates
+# the buffers of a program again in each run, and each page that is new to the process costs a page fault, in a virtual
+# machine more. Without this, steps and merges on a CPU take 1.3 to 2 times as long.
+TUNABLES = "GLIBC_TUNABLES"
+ALLOCATION: Mapping[str, str] = {
+    "glibc.malloc.hugetlb": "1",
+    "glibc.malloc.mmap_max": "0",
+    "glibc.malloc.trim_threshold": str(1 << 40),
+    "glibc.malloc.top_pad": str(64 << 20),
+    "glibc.malloc.arena_max": "1",  # the others return their memory
+}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -69,7 +80,7 @@ def rank_environment(
     coordinator: str,
     placement: Placement,
 ) -> dict[str, str]:
-    """The environment variables of one rank; XLA flags and thread counts in ``base`` take precedence.
+    """The environment variables of one rank; XLA flags, thread counts and tunables in ``base`` take precedence.
 
     ``coordinator`` is ``host:port`` of rank 0.
     """
@@ -80,6 +91,7 @@ def rank_environment(
     if placement.pace_ms is not None:
         variables[PACE_MS] = f"{placement.pace_ms:g}"
     variables["PYTHONUNBUFFERED"] = "1"
+    variables[TUNABLES] = with_tunables(variables.get(TUNABLES, ""))
     # In a pipe each update of a progress bar is a line.
     variables.setdefault("TQDM_MININTERVAL", "5")
     if placement.gpu is not None:
@@ -95,6 +107,13 @@ def rank_environment(
         for name in _ONE_THREAD:
             variables.setdefault(name, "1")
     return variables
+
+
+def with_tunables(current: str) -> str:
+    """The value of ``GLIBC_TUNABLES`` with :data:`ALLOCATION`, except for what it sets itself."""
+    given = [word for word in current.split(":") if word]
+    taken = {word.partition("=")[0] for word in given}
+    return ":".join(given + [f"{name}={value}" for name, value in ALLOCATION.items() if name not in taken])
 
 
 @contextlib.contextmanager

@@ -122,6 +122,17 @@ def test_the_variables_of_a_gpu_rank():
     assert not {"JAXCHE_PACE_MS", "XLA_FLAGS", "OMP_NUM_THREADS", "JAX_PLATFORMS"} & set(made)
 
 
+@pytest.mark.parametrize("base", [{}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=0"}])
+def test_the_c_library_keeps_memory_unless_the_user_chose_otherwise(base):
+    made = rank_environment(base, 0, 1, "h:1", Placement(core=0, platform="cpu"))["GLIBC_TUNABLES"]
+    found = dict(word.split("=") for word in made.split(":"))
+    assert len(found) == made.count(":") + 1
+    assert found["glibc.malloc.hugetlb"] == ("0" if base else "1")
+    assert found["glibc.malloc.arena_max"] == ("2" if base else "1")
+    assert {"glibc.malloc.mmap_max", "glibc.malloc.trim_threshold", "glibc.malloc.top_pad"} < found.keys()
+    assert made.startswith(base.get("GLIBC_TUNABLES", ""))
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin")
 def test_pinning_is_undone():
     before = os.sched_getaffinity(0)
