@@ -230,7 +230,7 @@ class SingleReplica:
             # The processes of the replica stop and fail together.
             rows = reduce_rows(np.stack(self._group.all_gather(rows.tolist()), axis=1))
         local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state, residual=start.residual)
-        table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
+        table = np.concatenate([rows, *jax.device_get([carry.not_finite, carry.sums])], axis=1)
         if self._scaling is None:
             return Merged((local,), table)
         # Without the trees that the next state takes unchanged.

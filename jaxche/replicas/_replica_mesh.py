@@ -105,13 +105,25 @@ class ReplicaMesh:
         """The ``[R, ...]`` views of named trees, from one dict per local replica; no copy if shapes agree."""
         if not self._direct:
             trees = [view.move(named) for view, named in zip(self._views, trees, strict=True)]
+        self._start_copies(trees)
         return {name: self._by_spec(self._stacked, name, *(named[name] for named in trees)) for name in trees[0]}
+
+    def _start_copies(self, trees: Sequence[dict[str, Any]]) -> None:
+        """Start to copy arrays that merge on the host; :func:`jax.device_put` from an accelerator waits for each."""
+        for named, (devices, homes) in zip(trees, self._rows, strict=True):
+            if devices[0].client is not homes[0].client:
+                for leaf in jax.tree.leaves(named):
+                    for shard in self._shards_of(leaf, homes):
+                        shard.copy_to_host_async()
+
+    def _shards_of(self, leaf: Any, homes: Sequence[Any]) -> list[Any]:
+        # With one device an array is its own shard; shards of others take several times as long to list.
+        return [leaf] if self._is_plain else _shards(leaf, homes)
 
     def _stacked(self, spec: P, *leaves: Any) -> jax.Array:
         shards: list[Any] = []
         for leaf, (devices, homes) in zip(leaves, self._rows, strict=True):
-            # With one device an array is its own shard; shards of others take several times as long to list.
-            shards += _moved([leaf] if self._is_plain else _shards(leaf, homes), homes, devices)
+            shards += _moved(self._shards_of(leaf, homes), homes, devices)
         shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
 

@@ -25,8 +25,9 @@ from jaxche.reports import RoundInfo, positive
 from jaxche.training._groups import Groups
 from jaxche.training._state import TrainerState
 
-# Steps in a round of a single replica. Nothing is merged there; a round only reports.
+# A single replica merges nothing, and a round only reports. It has so many steps, or as many as take so long.
 SOLO_ROUND = 50
+_SOLO_MS = 2000.0
 
 # Rounds may take a few milliseconds, and a short delay of the machine must not cut them short.
 _MIN_EXTRA_MS = 200.0
@@ -120,14 +121,14 @@ class PlanRules(NamedTuple):
       world_size: the number of replicas.
       joined: batches in an update under ``sync``, unless ``"auto"`` has chosen a number.
       unit: shares of rows are multiples of it, because each device of a sharded replica takes as many rows.
-      solo_steps: steps in a round of a single replica.
+      solo_steps: steps in a round of a single replica; None for :data:`SOLO_ROUND`, or more where steps are short.
     """
 
     policy: ApplyPolicy
     world_size: int
     joined: int
     unit: int = 1
-    solo_steps: int = SOLO_ROUND
+    solo_steps: int | None = None
 
     def policy_of(self, state: TrainerState) -> ApplyPolicy:
         """The policy of the next round."""
@@ -226,12 +227,20 @@ def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[
     """The batches of each rank in a whole round; ``left`` are those to the end of the epoch or of the run."""
     che, pending, one_each = state.che, state.pending_batches, (1,) * rules.world_size
     if che is None:
-        return one_each if pending else (rules.solo_steps,)
+        return one_each if pending else (_solo_steps(state, rules),)
     if pending:
         return che.batch_counts
     if state.choice is not None and state.choice.active:
         return active_counts(che, state.choice, left, state.row_shares.due())
     return one_each if rules.policy_of(state) is ApplyPolicy.SYNC else che.batch_counts
+
+
+def _solo_steps(state: TrainerState, rules: PlanRules) -> int:
+    """The steps of a single replica in a whole round, by the mean time of those before; they double at most."""
+    if rules.solo_steps is not None:
+        return rules.solo_steps
+    lasting = _SOLO_MS * state.steps / state.clock_ms if state.clock_ms else 0
+    return max(SOLO_ROUND, min(state.steps, int(lasting)))
 
 
 # A rest at the end is joined with the round before it if it is shorter than this part of that round.

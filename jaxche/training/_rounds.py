@@ -87,12 +87,15 @@ class Rounds:
     updates_logged = False  # the line on the number of updates
     _limit_logged = False
     _stop = Stop.NO
-    _solo_steps = SOLO_ROUND
+    _solo_steps: int | None  # of a round of a single replica, or None if they follow from their time
     _membership: Any = None  # of an elastic run
 
     def __init__(self, settings: Settings):
         self._settings, self._group = settings, settings.group
         self._has_peers = self._group.num_processes > 1
+        # The noise scale is averaged over rounds, and outputs are kept for one.
+        is_short = settings.scaling is not None or settings.outputs is not None
+        self._solo_steps = SOLO_ROUND if is_short else None
         self._readers = readers = Readers(settings)
         engine = (StagedEngine if settings.staged else PreparedEngine)(settings, readers)
         self._engine = self._local_engine = engine

@@ -1,5 +1,7 @@
 """Where replicas meet: the same numbers on their own devices and on the host's."""
 
+from types import SimpleNamespace
+
 import chex
 import jax
 import numpy as np
@@ -63,3 +65,22 @@ def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(dev
     state = trainer.init(np.arange(12, dtype=np.float32))
     assert trainer._engine._replica_mesh.mesh.shape == {"replica": 2, "copy": 1, "shard": width}
     assert np.asarray(state.params).tolist() == [list(range(12))] * 2
+
+
+class Started:
+    """An array that records when it is copied to the host."""
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def copy_to_host_async(self):
+        self._calls.append(self)
+
+
+@pytest.mark.parametrize(("home", "starts"), [("accelerator", 3), ("cpu", 0)])
+def test_all_arrays_that_leave_an_accelerator_start_at_once(devices, home, starts):
+    mesh, calls = ReplicaMesh(Group(), [DevicePlacement(device) for device in devices[:2]]), []
+    own, there = SimpleNamespace(client="cpu"), SimpleNamespace(client=home)
+    mesh._rows = [([own], [there])]
+    mesh._start_copies([{"params": [Started(calls), Started(calls)], "sums": Started(calls)}])
+    assert len(calls) == starts

@@ -1,9 +1,11 @@
 """Plans follow from the state alone: what is owed first, the epoch's end kept, time bounded."""
 
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RowShares, limit_lead
 from jaxche.training._plan import End, GivenRound, PlanRules, given_plan, next_plan, time_limit_ms
 from jaxche.training._state import TrainerState
@@ -32,6 +34,22 @@ def test_the_policy_sets_the_counts(policy, counts):
 def test_a_single_replica_runs_in_long_rounds_to_the_end_of_the_epoch():
     assert next_plan(state(che=None, cursor=90), 100, rules(world_size=1)).counts == (10,)
     assert next_plan(state(che=None), 100, rules(world_size=1)).counts == (50,)
+
+
+@pytest.mark.parametrize(
+    ("steps", "clock_ms", "count"),
+    [
+        (50, 50 * 45.0, 50),  # slow steps
+        (50, 50 * 2.0, 50),  # short ones: a round is at most as long as all before it
+        (100, 100 * 2.0, 100),
+        (400, 400 * 2.0, 400),
+        (2000, 2000 * 2.0, 1000),  # and lasts two seconds
+    ],
+)
+def test_the_rounds_of_a_single_replica_grow_to_two_seconds_of_short_steps(steps, clock_ms, count):
+    given = state(che=None, steps=steps, clock_ms=clock_ms)
+    assert next_plan(given, 10_000, rules(world_size=1)).counts == (count,)
+    assert next_plan(given, 10_000, rules(world_size=1)._replace(solo_steps=7)).counts == (7,)
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
@@ -172,3 +190,11 @@ def test_idle_ranks_stay_idle_at_the_end():
     sizes = (1000, 3, 1)
     plans = [next_plan(state(che, choice=choice), size, rules(world_size=3)).counts for size in sizes]
     assert plans == [(1, 0, 1), (2, 0, 1), (1, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, None), ({"scaling": jaxche.AdaScale()}, 50), ({"outputs": lambda *_: None}, 50)]
+)
+def test_rounds_that_average_the_noise_scale_or_keep_outputs_do_not_grow(problem, devices, options, steps):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1], **options)
+    assert trainer._rules.solo_steps == steps
