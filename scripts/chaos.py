@@ -7,6 +7,7 @@
     python scripts/chaos.py --elastic --first 37 --faults 1       # a single one of them, alone
     python scripts/chaos.py --elastic --kinds stop,pause --faults 6 --heartbeat-timeout 4
     python scripts/chaos.py --elastic --kinds kill --faults 20 --state-mb 500
+    python scripts/chaos.py --elastic --kinds kill --faults 5 --gpu    # on the first GPU of this machine
     python scripts/chaos.py --goodput 240        # a fault a minute, beside restarts from checkpoints
     python scripts/chaos.py --join-mb 500        # a state to a replacement, beside a bare copy
     python scripts/chaos.py --join-mb 500 --link 1gbit/0ms        # between two namespaces with such a link
@@ -40,6 +41,7 @@ def main() -> int:
     )
     parser.add_argument("--faults-a-run", type=int, default=10, help="of an elastic campaign (default 10)")
     parser.add_argument("--state-mb", type=float, default=0.0, help="of parameters and optimizer of elastic runs")
+    parser.add_argument("--gpu", action="store_true", help="processes of an elastic campaign share the first GPU")
     parser.add_argument("--goodput", type=float, metavar="S", help="measure runs of so many seconds")
     parser.add_argument("--arms", help="those of --goodput (default: all)")
     parser.add_argument("--join-mb", type=float, metavar="MB", help="measure the transfer of a state of this size")
@@ -53,7 +55,14 @@ def main() -> int:
         return goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
     if args.elastic:
         options = elastic.Options(
-            args.seed, args.faults_a_run, args.heartbeat_timeout, args.state_mb, kinds, args.results, args.keep
+            args.seed,
+            args.faults_a_run,
+            args.heartbeat_timeout,
+            args.state_mb,
+            kinds,
+            args.results,
+            args.keep,
+            args.gpu,
         )
         return elastic.campaign(range(args.first, args.first + args.faults), options)
     return restarts.campaign(args.faults, args.undisturbed, args.seed, kinds or tuple(restarts.FAULTS))

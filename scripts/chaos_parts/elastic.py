@@ -119,7 +119,7 @@ KINDS = LAUNCHED | NETWORK
 
 
 class Options(NamedTuple):
-    """The options of a campaign; ``kinds``, ``results`` and ``keep`` may be None."""
+    """The options of a campaign; ``kinds``, ``results`` and ``keep`` may be None. ``gpu``: all use the first GPU."""
 
     seed: int
     faults_a_run: int
@@ -128,6 +128,7 @@ class Options(NamedTuple):
     kinds: Sequence[str] | None
     results: Path | None
     keep: Path | None
+    gpu: bool = False
 
 
 class Fault(NamedTuple):
@@ -342,5 +343,10 @@ def environment(folder: Path, options: Options) -> dict[str, str]:
         "PYTHONPYCACHEPREFIX": str(folder.parent / "cache" / "python"),
         "PYTHONDONTWRITEBYTECODE": "",
     }
-    own = {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder / "tmp"), "JAXCHE_EVENTS": str(folder / "events.jsonl")}
-    return os.environ | cache | own | {"JAXCHE_HEARTBEAT_TIMEOUT": f"{options.heartbeat_timeout_s:g}"}
+    own = {"TMPDIR": str(folder / "tmp"), "JAXCHE_EVENTS": str(folder / "events.jsonl")}
+    own["JAXCHE_HEARTBEAT_TIMEOUT"] = f"{options.heartbeat_timeout_s:g}"
+    if not options.gpu:
+        return os.environ | cache | own | {"JAX_PLATFORMS": "cpu"}
+    # The replay is on CPU devices, whose products are in float32.
+    card = {"CUDA_VISIBLE_DEVICES": ",".join("0" * len(PACES)), "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    return {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | cache | own | card

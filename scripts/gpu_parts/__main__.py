@@ -33,13 +33,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "step": Part("the trainer with one replica against a raw jitted loop", 420, 55),
+    "step": Part("the trainer with one replica against a raw jitted loop", 420, 50),
     "sharded": Part("the sharded step on a mesh of one, its memory, and the largest batch", 300, 30),
     "merge": Part("merges on the device and on the host against bare all-reduces, and beside steps", 260, 40),
     "fleet": Part("two processes on one card, and a card beside its CPU", 300, 40),
     "noise": Part("the cost of measuring the noise scale", 240, 25),
     "stages": Part("a pipeline on one card, and stages through a folder", 150, 20),
-    "checkpoint": Part("the stall of training for a save", 150, 15),
+    "checkpoint": Part("the stall of training for a save", 150, 20),
     "tests": Part("the tests marked gpu, and the fast tests on the card", 600, 0),
 }
 # A part is ended when it takes this many times its planned seconds.

@@ -7,11 +7,12 @@ import itertools
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from gpu_parts.context import Context
 from gpu_parts.table import Line
 
-EVERY = 4  # rounds: one with a save, the others without, in which the files are written
+EVERY = 3  # rounds: one with a save, the others without, in which the files are written
 
 
 def run(context: Context) -> None:
@@ -30,23 +31,30 @@ def run(context: Context) -> None:
     workload = workloads.transformer(context.cpu, large=not context.quick, tx=optax.sgd(0.01))
     trainer = jaxche.Trainer(workload.loss_fn, workload.tx, replicas=jax.devices()[:1])
     state = trainer.init(workload.init())
-    rounds = EVERY * (2 if context.quick else 4)
-    data = workload.batches(50 * rounds)  # a single replica takes rounds of 50 steps
+    rounds = EVERY * (3 if context.quick else 5)
+    data = workload.batches(1_000_000)
     state, _ = trainer.fit(state, workload.batches(50), progress=False)
     size = sum(x.nbytes for x in jax.tree.leaves(trainer.params(state)))
 
     ends: list[float] = []
+    walls: list[float] = []
 
-    def end(state: object, info: object) -> None:
+    def end(state: object, info: Any) -> bool:
         ends.append(time.perf_counter())
+        walls.append(info.wall_ms[0] / 1e3)
+        return len(ends) > rounds
 
     saved = jaxche.Checkpoints(Path(context.folder) / "checkpoints", every=EVERY, keep=1)
     trainer.fit(state, data, callbacks=[end], progress=False, checkpoints=saved)
-    # A callback runs before or after the save of its round: either way one interval of each cycle contains one.
-    intervals = [after - before for before, after in itertools.pairwise(ends)]
-    cycle = [statistics.median(intervals[shift::EVERY]) for shift in range(EVERY)]
-    plain = statistics.median(cycle)
-    stall = max(cycle) - plain
+    # Without the steps, whose number may grow. A callback runs before or after the save of its round: either way one
+    # interval of each cycle contains one.
+    intervals = [
+        after - before - wall for (before, after), wall in zip(itertools.pairwise(ends), walls[1:], strict=True)
+    ]
+    later = intervals[EVERY:]  # the first save compiles, and starts Orbax
+    cycle = [statistics.median(later[shift::EVERY]) for shift in range(EVERY)]
+    stall = max(cycle) - statistics.median(cycle)
+    plain = statistics.median(walls)
     copies = []
     for _ in range(3):
         params = jax.block_until_ready(trainer.params(state))  # a new array: JAX keeps copies that it has made

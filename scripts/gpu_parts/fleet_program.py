@@ -40,8 +40,8 @@ class Fleet:
 
     def __init__(self, args: argparse.Namespace):
         self._args, workload = args, workload_of(args)
-        # Most batches a second, which is what efficiency counts.
-        given = {"che": jaxche.ElChe(2, 2, 0.015, tuner="steady"), "opt_state": "local"}
+        # Most batches a second, which is what efficiency counts. Steps of a millisecond need many to a merge.
+        given = {"che": jaxche.ElChe(2, 2, 0.015, max_anchor=2000, tuner="steady"), "opt_state": "local"}
         more: dict[str, Any] = {} if args.policy == "auto" else given
         self._trainer = jaxche.Trainer(workload.loss_fn, workload.tx, policy=args.policy, **more)
         self._data = workload.batches(1_000_000)

@@ -53,7 +53,9 @@ def _pytest(context: Context, name: str, words: Sequence[str]) -> None:
     if context.cpu:
         env["JAX_PLATFORMS"] = "standin,cpu"
         env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(STANDIN)])
-    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", f"--junitxml={report}", *words]
+    # pytest-benchmark, where it is installed, warns under xdist, and warnings are errors.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--continue-on-collection-errors"]
+    command += [f"--junitxml={report}", *words]
     if importlib.util.find_spec("xdist") and not context.cpu:
         command += ["--numprocesses", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"]
     subprocess.run(command, env=env, cwd=ROOT, check=False)
