@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxche.cluster._placement import TUNABLES, with_tunables
+from jaxche.cluster import TUNABLES, with_tunables
 
 BASE = 10  # examples of a base batch; 8 and 16 of them divide an epoch
 SCALES = (8, 16)

@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from jaxche.cluster._placement import TUNABLES, with_tunables
+from jaxche.cluster import TUNABLES, with_tunables
 
 
 def main() -> int:

@@ -158,7 +158,7 @@ def of_free(rounds: Sequence[dict[str, Any]], paces: Sequence[float]) -> float:
 
 def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[str, Any]]:
     """What a job prints, run by one process a pace with this link between them."""
-    from jaxche.cluster._placement import TUNABLES, with_tunables
+    from jaxche.cluster import TUNABLES, with_tunables
 
     with machines(link, len(paces)) as names, tempfile.TemporaryDirectory(prefix="jaxche-link-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job | {"paces": list(paces)}))

@@ -106,7 +106,12 @@ def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Fi
     findings = [checks.versions(), checks.machine(), *nvidia.gpu_findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
-    findings += [checks.variables(os.environ), checks.proxies(os.environ), checks.ports()]
+    findings += [
+        checks.variables(os.environ),
+        checks.allocation(os.environ),
+        checks.proxies(os.environ),
+        checks.ports(),
+    ]
     if not devices.fix:
         findings += [checks.compilation(), checks.cache()]
     if store is not None:

@@ -66,6 +66,21 @@ def variables(environ: Mapping[str, str]) -> Finding:
     return Finding("variables", "  ".join(found) or "none that JAX reads")
 
 
+def allocation(environ: Mapping[str, str]) -> Finding:
+    """Whether a process keeps the memory of its steps."""
+    from jaxche.cluster import TUNABLES, with_tunables
+
+    if platform.libc_ver()[0] != "glibc":
+        return Finding("memory", "the C library decides whether processes keep it")
+    current = environ.get(TUNABLES, "")
+    if with_tunables(current) == current:
+        return Finding("memory", f"kept or returned as {TUNABLES} says")
+    text = (
+        "returned to Linux after each step, which takes longer on a CPU; jaxche launch keeps it, and docs/clusters.md "
+    )
+    return Finding("memory", text + f"has the value of {TUNABLES} for other processes")
+
+
 def proxies(environ: Mapping[str, str]) -> Finding:
     """Names of proxy variables; their values may contain passwords."""
     from jaxche.cluster import PROXIES

@@ -10,6 +10,7 @@ import pytest
 
 from jaxche.cli import _doctor, _doctor_checks, _doctor_devices, main
 from jaxche.cli._doctor_checks import Finding
+from jaxche.cluster import with_tunables
 
 
 def test_a_healthy_machine(capsys, tmp_path):
@@ -22,6 +23,7 @@ def test_a_healthy_machine(capsys, tmp_path):
         "devices",
         "launcher",
         "variables",
+        "memory",
         "proxies",
         "ports",
         "compile",
@@ -89,6 +91,17 @@ def test_proxies_without_passwords():
     found = _doctor_checks.proxies({"HTTPS_PROXY": "http://me:secret@proxy:3128"})
     assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() bypasses them")
     assert "secret" not in found.text
+
+
+def test_whether_memory_is_kept(monkeypatch):
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    found = _doctor_checks.allocation({"GLIBC_TUNABLES": "glibc.malloc.check=0"})
+    assert "jaxche launch keeps it" in found.text
+    assert not found.fix
+    launched = {"GLIBC_TUNABLES": with_tunables("glibc.malloc.check=0")}
+    assert _doctor_checks.allocation(launched).text == "kept or returned as GLIBC_TUNABLES says"
+    monkeypatch.setattr("platform.libc_ver", lambda: ("musl", "1.2"))
+    assert "C library" in _doctor_checks.allocation({}).text
 
 
 def test_variables():
