@@ -106,7 +106,7 @@ class ByHand:
         mesh = strategy.mesh(devices)
         self._batches, self._split, self._taken = problem.batches, NamedSharding(mesh, P("shard")), 0
         places = strategy.shardings(problem.params, mesh)
-        self.params = jax.device_put(problem.params, places)
+        self.params = jax.device_put(problem.params, places, may_alias=False)  # steps take it
         state_places = Layout(strategy, mesh, problem.params).opt_state(problem.tx)
         self.opt_state = jax.jit(problem.tx.init, out_shardings=state_places)(self.params)
 

@@ -218,6 +218,8 @@ def _check(args: argparse.Namespace, processes: int) -> None:
             f"--heartbeat-timeout {args.heartbeat_timeout:g} is for elastic runs, and at least {LEAST_TIMEOUT_S:g} "
             "seconds; write --elastic --heartbeat-timeout 5"
         )
+    if args.events and not os.path.isdir(folder := os.path.dirname(os.path.abspath(args.events))):
+        raise ValueError(f"--events {args.events}: there is no folder {folder}; write: mkdir -p {folder}")
 
 
 def _gpus() -> int:

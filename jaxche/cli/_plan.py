@@ -125,6 +125,11 @@ def _run(args: argparse.Namespace) -> int:
         as_bytes(args.memory)  # refuse a bad value before compiling
     strategies: list[Any] = [NoShard(), ShardGradOp(), FullShard()]
     node = args.intra_node_size or (len(devices) // 2 if len(devices) % 2 == 0 else 1)
+    if len(devices) % node:
+        fits = max(n for n in range(1, node) if len(devices) % n == 0)
+        raise ValueError(
+            f"--intra-node-size {node} does not divide the {len(devices)} devices; write --intra-node-size {fits}"
+        )
     if node > 1:
         strategies += [HybridShardGradOp(node), HybridShard(node)]
     options = {

@@ -71,6 +71,11 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
                 "--policy cadence or --policy sync"
             )
         return {"policy": policy, "seed": args.seed} | given
+    if policy == "sync" and (refused := list(_given(args, _CADENCE))) and not args.compare:
+        raise ValueError(
+            f"{flag(refused[0])} sets the length of rounds, and under policy sync each is one update; leave it out or "
+            "write --policy cadence"
+        )
     average = args.average or ("gradients" if policy == "sync" else "parameters")
     if average == "gradients":
         if given and not args.compare:

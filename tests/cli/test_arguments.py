@@ -333,3 +333,11 @@ def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
 def test_python_m_jaxche():
     done = subprocess.run([sys.executable, "-m", "jaxche", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("jaxche ")
+
+
+def test_events_in_a_folder_that_is_missing_are_refused_by_their_option(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    events = tmp_path / "none" / "run.jsonl"
+    assert main(["launch", "-n", "1", "--events", str(events), str(script)]) == 2
+    assert f"--events {events}: there is no folder {events.parent}; write: mkdir -p" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_details(capsys, whole_table):
     ("words", "message"),
     [
         (["--memory", "lots"], "memory='lots'"),
-        (["--intra-node-size", "3"], "intra_node_size=3 does not divide the 8 devices"),
+        (["--intra-node-size", "3"], "--intra-node-size 3 does not divide the 8 devices; write --intra-node-size 2"),
         (["--devices", "16"], "--devices 16: JAX has already started with 8"),
         (["--batch-size", "60"], "60 rows, which 8 devices"),
     ],

@@ -74,6 +74,14 @@ def test_options_become_settings():
     assert trainer_options(compared, "cadence")["merge"] == "batch"
 
 
+def test_sync_has_no_cadence():
+    for word, value in (("anchor", "4"), ("overhead-target", "0.1"), ("tuner", "steady"), ("max-batch-diff", "4")):
+        with pytest.raises(ValueError, match=f"--{word} sets the length of rounds"):
+            trainer_options(parse("--policy", "sync", f"--{word}", value), "sync")
+    compared = parse("--compare", "sync,cadence", "--anchor", "4")
+    assert trainer_options(compared, "sync")["policy"] == "sync"
+
+
 def test_options_of_auto():
     words = ("--policy", "auto", "--merge", "fednova", "--opt-state", "local")
     options = {"policy": "auto", "seed": 0, "merge": "fednova", "opt_state": "local"}
