@@ -290,7 +290,9 @@ class RoundTimes(NamedTuple):
         merge_ms = table.last_sync_ms if is_shared else self.sync_ms
         before_ms = state.clock_ms + (table.last_sync_ms - state.clock_merge_ms if is_shared else 0.0)
         clock_ms = before_ms + max(table.wall_ms) + self.group_ms + merge_ms
-        return self._replace(clock_ms=clock_ms, clock_merge_ms=merge_ms)
+        # The clock never goes back: what a correction would take beyond this round is left to the next.
+        late_ms = max(0.0, state.clock_ms - clock_ms)
+        return self._replace(clock_ms=clock_ms + late_ms, clock_merge_ms=merge_ms + late_ms)
 
 
 def round_times(

@@ -117,3 +117,17 @@ def test_what_is_owed_is_done_in_the_order_of_the_data_and_the_state_stays_where
     assert next_state.pending_batches == ((0, 32, 34), (0, 35, 36), (0, 36, 40), (0, 50, 51))
     assert (next_state.epoch, next_state.cursor) == (1, 60)
     assert (info.examples, next_state.examples) == (24, 64)
+
+
+def test_the_clock_of_processes_never_goes_back_and_is_right_in_the_end():
+    """A slow merge stands for the next one, which was fast, and the rounds after it are shorter than the difference."""
+    before, clocks, known_ms = state(None), [], [0.0, 90.0, *[5.0] * 10]  # of the last merge, a round later
+    for last_sync_ms in known_ms:
+        _, table = merged((1, 1), (10.0, 8.0), last_sync=last_sync_ms)
+        times = RoundTimes(1.0).with_clock(before, table, is_shared=True)
+        before = dataclasses.replace(before, clock_ms=times.clock_ms, clock_merge_ms=times.clock_merge_ms)
+        clocks.append(times.clock_ms)
+    assert clocks[:5] == [10.0, 200.0, 200.0, 200.0, 200.0]
+    assert clocks == sorted(clocks)
+    # The steps of all rounds, the known merges, and the last of these once more for the merge that is not known yet.
+    assert clocks[-1] == 10.0 * len(known_ms) + sum(known_ms) + 5.0
