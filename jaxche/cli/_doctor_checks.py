@@ -75,10 +75,8 @@ def allocation(environ: Mapping[str, str]) -> Finding:
     current = environ.get(TUNABLES, "")
     if with_tunables(current) == current:
         return Finding("memory", f"kept or returned as {TUNABLES} says")
-    text = (
-        "returned to Linux after each step, which takes longer on a CPU; jaxche launch keeps it, and docs/clusters.md "
-    )
-    return Finding("memory", text + f"has the value of {TUNABLES} for other processes")
+    text = f"returned to Linux after each step, which takes longer on a CPU; jaxche launch keeps it by {TUNABLES}"
+    return Finding("memory", f"{text}, whose value for other processes is in docs/clusters.md")
 
 
 def proxies(environ: Mapping[str, str]) -> Finding:

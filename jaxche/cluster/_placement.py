@@ -13,7 +13,7 @@ from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PACE_MS, PROCESS_ID
 
 # How the C library of Linux allocates: in pages of 2 MB, and a process keeps the memory that it once had. XLA allocates
 # the buffers of a program again in each run, and each page that is new to the process costs a page fault, in a virtual
-# machine more. Without this, steps and merges on a CPU take 1.3 to 2 times as long.
+# machine more. Without this, steps and merges on a CPU take 1.3 to 2.5 times as long.
 TUNABLES = "GLIBC_TUNABLES"
 ALLOCATION: Mapping[str, str] = {
     "glibc.malloc.hugetlb": "1",
