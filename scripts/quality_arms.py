@@ -150,7 +150,7 @@ ARMS = {
             arm(f"rounds of {ms} ms, averaged", counts=rounds_of(ms), opt_state="average")
             for ms in (80, 160, 200, 320, 640)
         ),
-        arm("rounds of 80 ms, uniform", counts=rounds_of(80), opt_state="average", merge="batch"),
+        *(arm(f"rounds of {ms} ms, uniform", counts=rounds_of(ms), merge="batch") for ms in (80, 160, 200)),
         arm("DiLoCo, 320 ms", counts=rounds_of(320), outer=NESTEROV),
         arm("QSR from 160 ms", counts=qsr(160, 0.25, 1280), opt_state="average"),
         arm("AdaComm from 640 ms", counts=adacomm(640, 2000), opt_state="average"),
