@@ -7,10 +7,13 @@ Needs root, and iproute2 (``apt install iproute2``); where it cannot run it says
     python scripts/slow_link.py                                  # 2 processes, 2 million parameters, 3 links
     python scripts/slow_link.py --processes 2 4 --millions 2 20 50 --links 1gbit/20ms --adam
     python scripts/slow_link.py --growth                         # the anchor grows until merges are cheap
+    python scripts/slow_link.py --torch-python venv/bin/python   # an interpreter with torch and torchft: its DiLoCo too
 
 One line is one arm: *of free* is the steps done over those that the paces allow, *merge* what a round takes beyond
 its slowest replica, *hidden* what a merge took beside steps, *MB* what a process sent in a merge. ``all-reduce`` is one
-bare all-reduce of the parameters in float32. To add an arm, add a line to ``ARMS``.
+bare all-reduce of the parameters in float32. The arms of torchft take equal steps on all replicas, so compare them at
+``--slower 1``; ``torchft Streaming DiLoCo`` has two fragments, each merged beside half of the steps to the next. To add
+an arm, add a line to ``ARMS``.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "overlap int4": {"overlap": 0.5, "wire": "int4"},
 }
 BARE = "all-reduce"
-# Every other process is slower.
-SLOWER = 1.5
+# Of peers/torch_link.py.
+TORCH = ("torchft DiLoCo", "torchft Streaming DiLoCo")
 # Of the mode --growth: the link, the paces, the target of the tuner, the steps of both processes.
 GROWTH_LINK, GROWTH_PACES, TARGET, STEPS = "200mbit/0ms", (20.0, 30.0), 0.05, 2500
 CANNOT, PORT = 77, 9751
@@ -78,15 +81,21 @@ def main() -> int:
     parser.add_argument(
         "--arms", nargs="+", metavar="ARM", choices=[BARE, *ARMS], default=[BARE, *ARMS], help=f"default: {arms}"
     )
+    parser.add_argument(
+        "--slower", type=float, default=1.5, help="a step of every other process, relative (default 1.5)"
+    )
     parser.add_argument("--round-s", type=float, default=2.0, help="length of the steps of a round (default 2)")
     parser.add_argument("--rounds", type=int, default=3, help="measured, after two more (default 3)")
     parser.add_argument("--adam", action="store_true", help="instead of SGD")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--torch-python", help="an interpreter with torch and torchft, for their DiLoCo; with SGD only")
     parser.add_argument("--growth", action="store_true", help=f"the cadence on a link of {GROWTH_LINK}")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of --growth, of both together (default {STEPS})")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--relay", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.torch_python and args.adam:
+        parser.error("--torch-python has no arms with --adam; leave one of them out")
     if args.relay:
         delay_ms, loss, is_calm, *ports = args.relay
         return relay(float(delay_ms), float(loss), is_calm == "calm", ports)
@@ -105,9 +114,8 @@ def main() -> int:
 
 def benchmark(args: argparse.Namespace) -> int:
     """Every arm at every size over every link, one line each."""
-    print(
-        "processes millions link          arm          of free  steps ms  merge ms hidden ms     MB  loss", flush=True
-    )
+    width = max(map(len, (*args.arms, *(TORCH if args.torch_python else ())))) + 1
+    print(f"processes millions link          {'arm':{width}s} of free  steps ms  merge ms hidden ms     MB  loss")
     found = []
     for processes in args.processes:
         for link in map(Link.parse, args.links):
@@ -116,14 +124,17 @@ def benchmark(args: argparse.Namespace) -> int:
                 pace = max(20.0, 7.5 * millions * processes if args.adam else 0.0)
                 job = {name: getattr(args, name) for name in ("arms", "rounds", "adam")}
                 job |= {"size": round(millions * 1e6), "steps_ms": args.round_s * 1e3}
-                paces = [pace * (SLOWER if rank % 2 else 1.0) for rank in range(processes)]
-                for row in run(link, paces, job):
+                paces = [pace * (args.slower if rank % 2 else 1.0) for rank in range(processes)]
+                rows = run(link, paces, job)
+                if args.torch_python:
+                    rows += run(link, paces, job | {"torch_arms": TORCH}, args.torch_python)
+                for row in rows:
                     row = {"processes": processes, "millions": millions, "link": str(link)} | row
                     found.append(row)
                     times = f"{row['steps_ms']:9.0f} {row['merge_ms']:9.0f} {row['hidden_ms']:9.0f}"
                     print(
-                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:12s} {row['of_free']:7.1%} {times} "
-                        f"{row['mb']:6.1f}  {row['loss']:.4f}",
+                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:{width}s} {row['of_free']:7.1%} "
+                        f"{times} {row['mb']:6.1f}  {row['loss']:.4f}",
                         flush=True,
                     )
     if args.json:
@@ -156,24 +167,32 @@ def of_free(rounds: Sequence[dict[str, Any]], paces: Sequence[float]) -> float:
     return sum(sum(r["counts"]) for r in rounds) / sum(r["period_ms"] * sum(1 / p for p in paces) for r in rounds)
 
 
-def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a job prints, run by one process a pace with this link between them."""
+def run(
+    link: Link, paces: Sequence[float], job: dict[str, Any], torch_python: str | None = None
+) -> list[dict[str, Any]]:
+    """What a job prints, run by one process a pace with this link between them; with an interpreter, by torchft."""
     from jaxche.cluster import TUNABLES, with_tunables
 
     with machines(link, len(paces)) as names, tempfile.TemporaryDirectory(prefix="jaxche-link-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job | {"paces": list(paces)}))
         children = []
         for rank, (name, pace) in enumerate(zip(names, paces, strict=True)):
-            env = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "JAXCHE_COORDINATOR": f"{address(0)}:{PORT}",
-                "JAXCHE_NUM_PROCESSES": str(len(paces)),
-                "JAXCHE_PROCESS_ID": str(rank),
-                "JAXCHE_PACE_MS": str(pace),
-                TUNABLES: with_tunables(os.environ.get(TUNABLES, "")),
-            }
-            command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
-            command += [sys.executable, __file__, "--worker", folder]
+            env = os.environ | {TUNABLES: with_tunables(os.environ.get(TUNABLES, ""))}
+            if torch_python:
+                env |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "ADDRESS": address(rank)}
+                env |= {"RANK": str(rank), "WORLD_SIZE": str(len(paces)), "GLOO_SOCKET_IFNAME": "veth0"}
+                env |= {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # they log each merge and connection
+                program = [torch_python, str(Path(__file__).with_name("peers") / "torch_link.py"), folder]
+            else:
+                env |= {
+                    "JAX_PLATFORMS": "cpu",
+                    "JAXCHE_COORDINATOR": f"{address(0)}:{PORT}",
+                    "JAXCHE_NUM_PROCESSES": str(len(paces)),
+                    "JAXCHE_PROCESS_ID": str(rank),
+                    "JAXCHE_PACE_MS": str(pace),
+                }
+                program = [sys.executable, __file__, "--worker", folder]
+            command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1)), *program]
             # Gloo prints its connections there.
             children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
         try:
