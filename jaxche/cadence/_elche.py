@@ -341,9 +341,10 @@ class ElChe(CadenceState):
         for lane, rank in enumerate(shown):
             colour, steps = COLOURS[lane % len(COLOURS)], self.batch_counts[rank]
             pace = f" of {ms[rank]:.4g} ms" if self.is_calibrated else ""
-            whole = Bar(0.0, steps * ms[rank], colour, f"{steps} steps{pace}")
-            single = [Bar(i * ms[rank], ms[rank], colour, str(i + 1)) for i in range(steps)]
-            rows.append(Lane(f"rank {rank}", single if self.is_calibrated and steps <= 12 else [whole]))
+            bars = [Bar(0.0, steps * ms[rank], colour, f"{steps} steps{pace}")]
+            if self.is_calibrated and steps <= 12:
+                bars = [Bar(i * ms[rank], ms[rank], colour, str(i + 1)) for i in range(steps)]
+            rows.append(Lane(f"rank {rank}", bars))
         unit = "ms" if self.is_calibrated else "steps (speeds are not known yet)"
         some = f", {len(shown)} of {self.world_size} ranks" if len(shown) < self.world_size else ""
         caption = f"ElChe: anchor {self.anchor}, overhead target {self.overhead_target:.1%}, tuner {self.tuner}{some}"
@@ -394,7 +395,8 @@ def timings(
                 f"{name} of length {world_size}"
             )
     _refuse(~(np.isfinite(wall) & (wall >= 0)), "wall_ms", wall, "a finite time in ms, at least 0")
-    _refuse(~(batches >= 0) | (batches != np.floor(batches)), "actual_batches", batches, "a whole number, at least 0")
+    whole = np.isfinite(batches) & (batches >= 0) & (batches == np.floor(batches))
+    _refuse(~whole, "actual_batches", batches, "a whole number, at least 0")
     idle = (batches == 0) & (wall > 0)
     if idle.any():
         rank = int(idle.argmax())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxche.cadence._checks import whole_number
+from jaxche.messages import brief
 
 # A prime near 2**32 over the golden ratio: modulo 2**32, a million of its multiples are at least 1,600 apart.
 _FAR_APART = 2654435761
@@ -94,7 +96,8 @@ class RoundPlan:
       joined: batches of a round with ``shares``.
 
     Raises:
-      ValueError: a negative number, an empty data set or a start past the end of the epoch.
+      ValueError: a number that is negative or not whole, an empty data set, a start past the end of the epoch, or
+        shares that do not fit the counts.
 
     References:
       The global-cursor epoch cut of flodl 0.4.0.
@@ -117,12 +120,14 @@ class RoundPlan:
         for name in ("round", "epoch", "start"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, f"{name}=0"))
         object.__setattr__(self, "epoch_size", check_epoch_size(self.epoch_size))
-        # As ints, so that counts from NumPy and from JSON give equal plans.
         for name in ("counts", "shares"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
-        if min(self.counts, default=0) < 0:
-            rank = min(range(len(self.counts)), key=self.counts.__getitem__)
-            raise ValueError(f"counts[{rank}]={self.counts[rank]} must be at least 0; write 0 for an idle rank")
+            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
+        if self.shares and (len(self.shares) != len(self.counts) or not any(self.shares)):
+            raise ValueError(
+                f"shares={brief(self.shares)} for counts={brief(self.counts)}: give each rank its part of the rows, "
+                "and not 0 to all; write e.g. counts=(1, 1), shares=(23, 9), joined=2"
+            )
+        object.__setattr__(self, "joined", whole_number("joined", self.joined, int(bool(self.shares)), "joined=2"))
         if self.start >= self.epoch_size:
             raise ValueError(
                 f"start={self.start} is past the end of an epoch of epoch_size={self.epoch_size} batches; write "
@@ -202,6 +207,18 @@ class RoundPlan:
     def digest_halves(self) -> tuple[int, int]:
         """The digest as two 23-bit halves, high first; each is exact in float32, so that a ``psum`` can carry it."""
         return divmod(self.digest(), 2**23)
+
+
+def _whole_numbers(name: str, row: Any) -> tuple[int, ...]:
+    """As ints, so that counts from NumPy and from JSON give equal plans; ValueError for negative or broken numbers."""
+    try:
+        numbers = tuple(map(operator.index, row))
+    except TypeError:
+        raise ValueError(f"{name}={brief(row)} must be whole numbers, one a rank; write e.g. {name}=(5, 2)") from None
+    if min(numbers, default=0) < 0:
+        rank = min(range(len(numbers)), key=numbers.__getitem__)
+        raise ValueError(f"{name}[{rank}]={numbers[rank]} must be at least 0; write 0 for an idle rank")
+    return numbers
 
 
 def limit_lead(counts: Sequence[int], max_batch_diff: int | None) -> tuple[int, ...]:
@@ -365,9 +382,9 @@ def plan_round(
       >>> plan_round((46, 20), round=1, epoch=0, cursor=66, epoch_size=99, crosses_epochs=True).end
       (1, 33)
     """
-    epoch_size = check_epoch_size(epoch_size)
+    epoch_size, counts = check_epoch_size(epoch_size), _whole_numbers("counts", counts)
     if min(counts, default=0) < 1:
-        raise ValueError(f"counts={tuple(counts)} must be at least 1 for every rank; write e.g. counts=(23, 10)")
+        raise ValueError(f"counts={counts} must be at least 1 for every rank; write e.g. counts=(23, 10)")
     if last_epoch is not None and epoch >= last_epoch:
         raise ValueError(
             f"epoch={epoch} is past the last epoch, last_epoch={last_epoch}; stop, or write a larger last_epoch"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxche.averaging import MERGE_RULES, merge_weights
-from jaxche.cadence import ElChe
+from jaxche.cadence import ElChe, whole_number
 from jaxche.messages import aligned, html_table, per_rank
 from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
@@ -190,17 +190,17 @@ def advise(
 ) -> Advice:
     r"""Find the counts with the largest goodput at the current noise and speeds.
 
-    .. math:: \mathrm{goodput} = \frac{\sum n_i b}{\max_i n_i t_i + C} \cdot E, \qquad
+    .. math:: \mathrm{goodput} = \frac{u b'}{\max_i n_i t_i + C} \cdot E, \qquad
               E(b') = \frac{\mathrm{gain}(b' / b_0)}{b' / b_0} = \frac{B + b_0}{B + b'}
 
-    with the noise scale :math:`B = \operatorname{tr}\Sigma / \|G\|^2` in examples, the base batch :math:`b_0` and the
-    effective batch :math:`b'` of an update.
+    with the noise scale :math:`B = \operatorname{tr}\Sigma / \|G\|^2` in examples, the base batch :math:`b_0` and
+    :math:`u` updates of the effective batch :math:`b'` in a round.
 
-    With averaged gradients :math:`b' = \sum n_i b`. A longer round merges less often, but its larger batch is less
-    efficient, so one length is optimal. With averaged parameters :math:`b' = m_{eff} b`, and a round makes
-    :math:`\alpha \sum w_i n_i` such updates. This batch hardly depends on the length of the round, so the goodput grows
-    with the length, by less and less. The model does not include the loss from drift, so the result is the shortest
-    round within 1 % of the best.
+    With averaged gradients :math:`u = 1` and :math:`b' = \sum n_i b`. A longer round merges less often, but its larger
+    batch is less efficient, so one length is optimal. With averaged parameters :math:`u = \alpha \sum w_i n_i` and
+    :math:`b' = m_{eff} b`. This batch hardly depends on the length of the round, so the goodput grows with the length,
+    by less and less. The model does not include the loss from drift, so the result is the shortest round within 1 % of
+    the best.
 
     The candidates are the counts that :class:`~jaxche.ElChe` sets for these speeds, for all replicas and for the
     fastest ones alone, with the same merge cost. A single replica has no merge cost, and updates of one batch.
@@ -261,7 +261,10 @@ def advise(
             f"ms_per_batch={ms_per_batch!r} and now={now!r} need one entry for each replica; write e.g. "
             "ms_per_batch=[20.0, 50.0], now=(5, 2)"
         )
-    numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size, "max_anchor": max_anchor}
+    if len(now) and not (all(math.isfinite(n) and n >= 0 for n in now) and any(now)):
+        raise ValueError(f"now={now!r} must be steps of each replica, at least one in all; write e.g. now=(5, 2)")
+    max_anchor = whole_number("max_anchor", max_anchor, 1, "max_anchor=200")
+    numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size}
     for name, value in (numbers | {f"ms_per_batch[{i}]": t for i, t in enumerate(times)}).items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value!r} must be finite and greater than 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -198,7 +199,8 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
       A float, the ``scale`` for a rule if parameters are averaged.
 
     Raises:
-      ValueError: no lists of numbers, lists of different lengths, or no progress at all.
+      ValueError: no lists of numbers, lists of different lengths, numbers that are negative or not finite, or no
+        progress at all.
 
     Example:
       >>> from jaxche.scaling import effective_replicas
@@ -209,9 +211,11 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
     """
     for name, values in (("weights", weights), ("counts", counts)):
         try:
-            [float(value) for value in values]
+            numbers = [float(value) for value in values]
         except (TypeError, ValueError):
             raise ValueError(f"{name}={brief(values)} must be a list of numbers, one per replica") from None
+        if any(not math.isfinite(value) or value < 0 for value in numbers):
+            raise ValueError(f"{name}={brief(values)}: every entry must be finite and not negative")
     if len(weights) != len(counts):
         raise ValueError(f"weights has {len(weights)} entries for {len(counts)} counts; give one per replica")
     check_positive("alpha", alpha, "alpha=1.0")

@@ -76,14 +76,29 @@ def reduce_scatter(layout: Layout, tree: Any) -> Any:
     def of_bucket(leaves: list[Leaf], arrays: list[Any]) -> list[Any]:
         pieces = [_cut(leaf, x, count) for leaf, x in zip(leaves, arrays, strict=True)]
         rows = jnp.concatenate([x.reshape(count, -1) for x in pieces], axis=1)
-        parts = jnp.split(lax.psum_scatter(rows, SHARD), _offsets([x.size // count for x in pieces]))
+        summed = from_real(lax.psum_scatter(as_real(rows), SHARD), rows)
+        parts = jnp.split(summed, _offsets([x.size // count for x in pieces]))
         return [part.reshape(x.shape[1:]) for part, x in zip(parts, pieces, strict=True)]
 
     def of_leaf(leaf: Leaf, x: Any) -> Any:
-        return lax.psum_scatter(x, SHARD, scatter_dimension=_axis(leaf), tiled=True)
+        return from_real(lax.psum_scatter(as_real(x), SHARD, scatter_dimension=_axis(leaf), tiled=True), x)
 
     slices = _per_bucket(leaves, [x.array for x in wholes], of_bucket, of_leaf, 1)
     return treedef.unflatten([DeferredTranspose(x, whole.permutation) for x, whole in zip(slices, wholes, strict=True)])
+
+
+def as_real(x: Any) -> Any:
+    """A complex array as real numbers, with one more axis of two; others as they are.
+
+    XLA for the CPU aborts the process at a sum of complex constants over devices, such as the gradients of a complex
+    parameter that a loss does not use.
+    """
+    return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+
+
+def from_real(x: Any, like: Any) -> Any:
+    """The inverse of :func:`as_real`, if ``like`` is complex."""
+    return lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(like) else x
 
 
 def gather_twice(forward: Callable[..., Any], gather: Callable[..., Any], params: Any) -> Any:

@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 from jaxche.averaging import Weighted, from_moments, is_float, sum_dtype, to_moments
 from jaxche.scaling import with_extra_args
 from jaxche.sharding._checks import batch_size
-from jaxche.sharding._gather import DeferredTranspose, all_gather, deferred_gradients, gather_twice, reduce_scatter
+from jaxche.sharding._gather import (
+    DeferredTranspose,
+    all_gather,
+    as_real,
+    deferred_gradients,
+    from_real,
+    gather_twice,
+    reduce_scatter,
+)
 from jaxche.sharding._layout import Layout
 
 
@@ -225,8 +233,9 @@ def _reduce(layout: Layout, grads: Any, parts: Any) -> Any:
     for cut, axes in ((False, layout.axes), (True, layout.axes[:-1])):
         chosen = [i for i, leaf in enumerate(layout.leaves) if (leaf.axis is not None) == cut]
         if chosen and axes:
-            for i, total in zip(chosen, lax.psum([leaves[i] for i in chosen], axes), strict=True):
-                leaves[i] = total
+            totals = lax.psum([as_real(leaves[i]) for i in chosen], axes)
+            for i, total in zip(chosen, totals, strict=True):
+                leaves[i] = from_real(total, leaves[i])
     means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
     deferred = jax.tree.unflatten(treedef, means)
     return jax.tree.map(lambda x: x.transposed(), deferred, is_leaf=lambda x: isinstance(x, DeferredTranspose))

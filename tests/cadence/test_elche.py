@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -176,6 +177,7 @@ def test_clamp_total(counts, total):
         ([1.0, -2.0], [1, 1], "rank 1: wall_ms=-2"),
         ([1.0, 1.0], [1, -1], "rank 1: actual_batches=-1"),
         ([1.0, 1.0], [1.5, 1], "rank 0: actual_batches=1.5"),
+        ([1.0, 1.0], [1, math.inf], "rank 1: actual_batches=inf"),
         ([1.0, 3.0], [1, 0], "rank 1: actual_batches=0 but wall_ms=3"),
         ([1.0], [1, 1], "wall_ms has shape"),
         ([1.0, 1.0], [1, 1, 1], "actual_batches has shape"),
@@ -477,3 +479,14 @@ def test_it_draws_the_next_round():
     assert "speeds are not known yet" in fresh._repr_html_()
     assert "46 steps of 10 ms" in learnt._repr_html_()
     assert "8 of 40 ranks" in ElChe(40, 3)._repr_html_()
+
+
+def test_it_draws_many_steps_as_one_bar():
+    """A rank whose time was measured as almost 0 gets very many steps, which no list can hold."""
+    che = ElChe(2, 10).report_timing([1e-4, 100.0], [10, 10], 1.0)
+    tracemalloc.start()
+    try:
+        assert "10000000 steps" in che._repr_html_()
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -163,6 +164,8 @@ def test_plan_is_a_plain_value():
         ({"epoch": -1}, "epoch=-1"),
         ({"counts": (3, 0)}, "counts="),
         ({"counts": ()}, "counts="),
+        ({"counts": (1.5, 2)}, r"counts=\(1.5, 2\) must be whole numbers"),
+        ({"counts": (math.nan, 1)}, r"counts=\(nan, 1\) must be whole numbers"),
         ({"max_batch_diff": -1}, "max_batch_diff=-1"),
         ({"epoch": 2, "last_epoch": 2}, "last_epoch=2"),
         ({"epoch": 2, "last_epoch": 2, "crosses_epochs": True}, "last_epoch=2"),
@@ -181,6 +184,16 @@ def test_round_plan_refuses():
         RoundPlan(0, 0, 0, (1, 2), 10).share(2)
     with pytest.raises(ValueError, match="rank=-1"):
         RoundPlan(0, 0, 0, (1, 2), 10).share(-1)
+    with pytest.raises(ValueError, match=r"counts=\(1.5, 2\) must be whole numbers"):
+        RoundPlan(0, 0, 0, (1.5, 2), 10)
+    with pytest.raises(ValueError, match=r"shares\[0\]=-1"):
+        RoundPlan(0, 0, 0, (1, 1), 10, (-1, 1), 2)
+    for shares in ((0, 0), (1,)):
+        with pytest.raises(ValueError, match=r"shares=\(.*\) for counts=\(1, 1\): give each rank its part"):
+            RoundPlan(0, 0, 0, (1, 1), 10, shares, 2)
+    for joined in (0, -1, math.nan):
+        with pytest.raises(ValueError, match=f"joined={joined}"):
+            RoundPlan(0, 0, 0, (1, 1), 10, (1, 1), joined)
 
 
 @pytest.mark.parametrize("policy", ApplyPolicy)

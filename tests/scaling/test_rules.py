@@ -1,5 +1,6 @@
 """The rules as functions: bounds, order, jit, and what they refuse."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -117,3 +118,11 @@ def test_effective_replicas_refuses():
         effective_replicas(1.0, [1])
     with pytest.raises(ValueError, match=r"counts=\['a'\] must be a list of numbers, one per replica"):
         effective_replicas([1.0], ["a"])
+    for weights, counts, named in (
+        ([math.inf, 1.0], [1, 1], "weights="),
+        ([-1.0, 2.0], [1, 1], "weights="),
+        ([0.5, 0.5], [math.inf, 1], "counts="),
+        ([0.5, 0.5], [-1, 4], "counts="),
+    ):
+        with pytest.raises(ValueError, match=f"{named}.*finite and not negative"):
+            effective_replicas(weights, counts)

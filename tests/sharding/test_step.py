@@ -106,6 +106,21 @@ def test_computing_in_half_precision_keeps_imaginary_parts(name, devices, proble
     assert float(metrics["loss"]) == pytest.approx(5 * 25, rel=1e-5)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_complex_parameters_that_the_loss_does_not_use(name, accumulate, devices, problem):
+    """Their gradients are constants; at a sum of such constants over CPU devices XLA aborts the process."""
+    params = {"used": jnp.ones(8), "cut": jnp.full((8, 512, 16), 1j), "small": jnp.full(8, 1j), "odd": jnp.full(3, 1j)}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["used"]) ** 2)
+
+    step = make_step(problem, name, devices[:4], optax.adam(0.1), loss, accumulate=accumulate)
+    state, _ = step(step.init(params), np.ones((8, 8), np.float32))
+    assert not np.array_equal(state.params["used"], params["used"])
+    for unused in ("cut", "small", "odd"):
+        np.testing.assert_array_equal(state.params[unused], params[unused])
+
+
 def drawn_by(problem, name, devices, steps=1, **knobs):
     """Mean and mean square over devices and micro-batches of the numbers a loss function draws in each step."""
 
