@@ -109,6 +109,8 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
     per_step = jnp.int32(0)
     if (old := _accumulation(before)) is not None and (new := _accumulation(after)) is not None:
         updates, n_steps = new.gradient_step - old.gradient_step, old.mini_step + 1
+        # A state that the user gave, or one of local steps, has made its mini-steps from at least a batch each.
+        accumulated = jnp.maximum(accumulated, old.mini_step)
         # A mini-step that MultiSteps skips does not count.
         accumulated = accumulated + jnp.where((updates > 0) | (new.mini_step != old.mini_step), batches, 0)
         per_step = accumulated // n_steps

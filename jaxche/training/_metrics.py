@@ -40,7 +40,10 @@ def as_metric(metric_fn: Callable[..., Any], takes: str = "params, batch") -> Ca
 
     def call(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         named = {name: model_state if name == "model_state" else rng for name in wanted}
-        return metric_fn(params, batch, **named)
+        result = metric_fn(params, batch, **named)
+        # In linen_loss, the result of a metric function is in the place of a loss.
+        first = result[0] if type(result) is tuple and len(result) == 2 else None
+        return first if isinstance(first, Mapping) or _merges(first) else result
 
     return call
 

@@ -22,7 +22,7 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
         return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
 
     wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
-    if form(opt_state) != form(wanted):
+    if not _are_equal(form(opt_state), form(wanted)):
         raise ValueError(
             "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
             f"tx.update. It has {brief(form(opt_state), 160)}, and tx.init(params) makes {brief(form(wanted), 160)}"
@@ -36,12 +36,17 @@ def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
         return jax.tree.map(lambda x: x.shape, tree)
 
     wanted = jax.eval_shape(tx.init, params)
-    if form(wanted) != form(opt_state):
+    if not _are_equal(form(wanted), form(opt_state)):
         raise ValueError(
             f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
             f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
             "as other"
         )
+
+
+def _are_equal(tree: Any, other: Any) -> bool:
+    """Whether trees have one structure and equal leaves; ``==`` compares the objects of a class without ``__eq__``."""
+    return jax.tree.flatten(tree) == jax.tree.flatten(other)
 
 
 def shapes_of_state(tx: Any, params: Any) -> Any:

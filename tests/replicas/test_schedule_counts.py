@@ -118,6 +118,24 @@ def test_updates_on_accumulated_averages_count_all_batches_since_the_one_before(
         assert float(trainer.params(state)) == pytest.approx(moved, rel=1e-6)
 
 
+@pytest.mark.parametrize("before", ["a loop by hand", "a trainer of one replica"])
+def test_mini_steps_of_the_state_that_a_run_starts_from_count(devices, before):
+    tx = every(3, optax.sgd(rate))
+    one = jaxche.Trainer(slope, tx, replicas=devices[:1])
+    state, _ = one.fit(start(one), DATA, max_steps=5, progress=False)  # an update, and two mini-steps
+    w, opt_state = one.params(state), one.opt_state(state)
+    if before == "a loop by hand":
+        w, opt_state = jnp.zeros(()), tx.init(jnp.zeros(()))
+        for _ in range(5):
+            updates, opt_state = tx.update(jnp.ones(()), opt_state, w)
+            w = optax.apply_updates(w, updates)
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2], policy="sync", joined_batches=1)
+    state, _ = trainer.fit(trainer.init(w, opt_state=opt_state), DATA, max_steps=10, progress=False)
+    assert float(trainer.params(state)) == pytest.approx(-sum(map(rate, range(5))), rel=1e-6)
+    assert int(trainer.opt_state(state).gradient_step) == 5
+    assert state.accumulated == 0
+
+
 def test_batches_that_wait_for_an_update_are_saved(devices, tmp_path):
     def trainer():
         tx = every(3, optax.sgd(rate))

@@ -382,6 +382,17 @@ def test_a_linen_loss_is_a_metric_function_too(classes, devices):
     assert found["loss"] == pytest.approx(float(wanted), rel=1e-5)
     assert trainer.evaluate(state, classes)["loss"] != found["loss"]  # in training mode
 
+    def accuracy(apply, batch):
+        return {"accuracy": jnp.mean(apply(batch["x"], train=False).argmax(-1) == batch["y"])}
+
+    def arguments(apply, batch):
+        return {"logits": apply(batch["x"], train=False), "labels": batch["y"]}
+
+    alone = {"accuracy": found["accuracy"]}
+    assert trainer.evaluate(state, classes, jaxche.linen_loss(net, accuracy)) == alone
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy())
+    assert trainer.evaluate(state, classes, jaxche.linen_loss(net, arguments), metrics) == pytest.approx(alone)
+
     def named(params, batch, model_state):
         return {"mean": model_state["batch_stats"]["BatchNorm_0"]["mean"].mean()}
 

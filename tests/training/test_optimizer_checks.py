@@ -1,5 +1,7 @@
 """Optimizers that a trainer cannot use are refused before the first step."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -91,3 +93,35 @@ def test_a_scaled_optimizer_is_refused_however_deep(devices):
     tx = optax.chain(optax.clip(1.0), jaxche.scale_learning_rate(optax.sgd(0.1), jaxche.SqrtScale()))
     with pytest.raises(ValueError, match=r"tx holds a jaxche\.scale_learning_rate\(.*optax\.sgd\(0\.1\), scaling="):
         jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]).init(PARAMS)
+
+
+@jax.tree_util.register_pytree_node_class
+class Line:
+    """A pytree whose objects compare by identity."""
+
+    def __init__(self, w, b):
+        self.w, self.b = w, b
+
+    def tree_flatten(self):
+        return (self.w, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 1}, {"replicas": 2, "policy": "sync", "joined_batches": 1}])
+def test_parameters_may_be_of_a_class_without_an_equality(devices, settings):
+    def loss_fn(line, batch):
+        return jnp.mean((batch["x"] @ line.w + line.b - 1.0) ** 2)
+
+    tx, line, data = optax.adam(0.1), Line(jnp.ones(3), jnp.zeros(())), [{"x": np.eye(3, dtype=np.float32)}] * 4
+    trainer = jaxche.Trainer(loss_fn, tx, **settings | {"replicas": devices[: settings["replicas"]]})
+    state, _ = trainer.fit(trainer.init(line, opt_state=tx.init(line)), data, progress=False)
+    opt_state = tx.init(line)
+    for batch in data:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(line, batch), opt_state, line)
+        line = optax.apply_updates(line, updates)
+    np.testing.assert_allclose(trainer.params(state).w, line.w, rtol=1e-5)
+    with pytest.raises(ValueError, match="opt_state is not one of this tx"):
+        trainer.init(line, opt_state=optax.sgd(0.1).init(line))
