@@ -128,4 +128,12 @@ def _scheduler(environ: Mapping[str, str]) -> Detected | None:
                 f"({NUM_PROCESSES}=1 if each pod trains a model of its own)."
             )
         return Detected("k8s")
+    if "JAX_COORDINATOR_ADDRESS" in environ:
+        # Without this error each process trains its own model.
+        address = environ["JAX_COORDINATOR_ADDRESS"]
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS={address!r} is set, but not how many processes meet there. Write: "
+            f"{COORDINATOR}=$JAX_COORDINATOR_ADDRESS {NUM_PROCESSES}=2 {PROCESS_ID}=0, or for a single process: unset "
+            "JAX_COORDINATOR_ADDRESS"
+        )
     return None

@@ -22,7 +22,7 @@ from jax._src import xla_bridge as _xla_bridge
 
 from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
-from jaxche.cluster._detect import detect
+from jaxche.cluster._detect import Detected, detect
 from jaxche.cluster._handshake import (
     ProcessInfo,
     cache_folder,
@@ -51,6 +51,8 @@ from jaxche.distributed import (
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
 _PREEMPTION_SERVICE = "JAX_ENABLE_PREEMPTION_SERVICE"
+# Set by a process that has joined: its pid, its number and the address of the run, for its children.
+_JOINED = "JAXCHE_JOINED"
 # The processes that have printed their error. Process 0 waits for them, and then until they have exited, in seconds.
 # An error of process 0 may be one that all raise, as for an invalid argument, or its own, for which none waits.
 _FAILED, _PRINT_S, _OWN_S, _EXIT_S = "jaxche/failed", 5.0, 1.0, 0.2
@@ -137,8 +139,8 @@ def initialize(
       ValueError: if the values are incomplete or invalid, the port is in use, or this process sees GPUs of several
         kinds.
       RuntimeError: if JAX has already started its backend, the run was joined with other values, the processes
-        disagree on their number or their versions, or a process of an elastic run at this address has this number and
-        is alive.
+        disagree on their number or their versions, this process is a child of one that has joined, or a process of an
+        elastic run at this address has this number and is alive.
       TimeoutError: if process 0 does not answer within ``timeout_s``. If process 0 answers but other processes are
         missing, jaxlib ends the process, after a line on stderr.
 
@@ -169,12 +171,14 @@ def initialize(
             "the others. Move the line `jaxche.initialize()` up, right after the imports: before the first "
             "jax.devices(), jax.device_count(), jnp.* or jax.random.* call."
         )
+    _refuse_child(found)
     local_ids = local_device_ids(found)
     seen = visible_devices(_environ(), local_ids)
     kind = _single_kind(seen)
     elastic = ELASTIC in os.environ if elastic is None else elastic
     _configure(elastic)
     connect(found, local_ids, timeout_s, deadline, elastic)
+    os.environ[_JOINED] = f"{os.getpid()} {_member(found)}"
     group, replacement = process_group(), False
     atexit.register(group.leave)
     if isinstance(group, ElasticGroup) and group.incarnation > 1:
@@ -201,6 +205,21 @@ def initialize(
     joined = _cluster_info(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", joined, state.coordinator_address)
     return joined
+
+
+def _member(found: Detected) -> str:
+    return f"{found.process_id} {found.address}"
+
+
+def _refuse_child(found: Detected) -> None:
+    """Refuse a child of a process of the run: it has the same number, and would end the run."""
+    parent, _, member = os.environ.get(_JOINED, "").partition(" ")
+    if member == _member(found) and parent != str(os.getpid()):
+        raise RuntimeError(
+            f"process {found.process_id} of the run has started this process, which cannot join it with the same "
+            "number. A worker process of multiprocessing or a data loader imports the script again: write the script, "
+            'from jaxche.initialize() on, under `if __name__ == "__main__":`'
+        )
 
 
 def _configure(elastic: bool) -> None:

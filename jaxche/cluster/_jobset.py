@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from jaxche.cluster._job import PORT, Job, Nodes, total_tasks
+from jaxche.cluster._job import PORT, SET_TUNABLES, Job, Nodes, total_tasks
 from jaxche.distributed import COORDINATOR, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
 
@@ -111,12 +111,12 @@ def _pod(
     """A pod of a process; ``first`` is the number of the first process on these machines."""
     # In an elastic run the shell stays process 1 and does not pass SIGTERM on: all processes would save and exit.
     run = '"$@"; exit $?' if job.elastic else 'exec "$@"'
-    number = f"{PROCESS_ID}=$(({first} + JOB_COMPLETION_INDEX))"
+    set_variables = f"{PROCESS_ID}=$(({first} + JOB_COMPLETION_INDEX)) {SET_TUNABLES}"
     restart = {"fieldRef": {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}}
     container: dict[str, Any] = {
         "name": "train",
         "image": image,
-        "command": ["sh", "-c", f"{number} {run}", "sh", *job.command],
+        "command": ["sh", "-c", f"{set_variables} {run}", "sh", *job.command],
         "env": [{"name": RESTART, "valueFrom": restart}, *_env(variables)],
     }
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": 1 if job.elastic else 120, "containers": [container]}

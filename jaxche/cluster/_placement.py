@@ -22,6 +22,8 @@ ALLOCATION: Mapping[str, str] = {
     "glibc.malloc.top_pad": str(64 << 20),
     "glibc.malloc.arena_max": "1",  # the others return their memory
 }
+# More processes a core are a mistake: each needs some hundred MB, and the machine would stop responding.
+_MOST_PER_CORE = 16
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -51,6 +53,7 @@ def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 
     """Assign each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU."""
     platform = default_platform(environ)
     ids = gpu_ids(environ) if platform == "cuda" else []
+    _check_number(processes, len(ids))
     if platform == "cpu" or not (ids or environ.get("JAX_PLATFORMS")):
         if on_cpu:
             raise ValueError(
@@ -128,6 +131,17 @@ def pinned(core: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _check_number(processes: int, gpus: int) -> None:
+    """Refuse processes that no machine with these GPUs and cores is meant for."""
+    cores = len(_cores()) or os.cpu_count() or 1
+    if processes > gpus + _MOST_PER_CORE * cores:
+        number = gpus or cores
+        raise ValueError(
+            f"processes={processes}, but this machine has {gpus} GPU(s) and {cores} CPU core(s), and starts at most "
+            f"{_MOST_PER_CORE} processes a core beside those on GPUs. Write: -n {number} (processes={number})"
+        )
 
 
 def _cores() -> list[int]:

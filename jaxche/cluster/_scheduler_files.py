@@ -8,9 +8,9 @@ import string
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._job import PORT, Job, Nodes, check_failures, parse_nodes, total_tasks
+from jaxche.cluster._job import PORT, SET_TUNABLES, Job, Nodes, check_failures, parse_nodes, total_tasks
 from jaxche.cluster._jobset import jobset
-from jaxche.cluster._placement import TUNABLES, with_tunables
+from jaxche.cluster._placement import TUNABLES
 from jaxche.distributed import COORDINATOR, ELASTIC, HANG_TIMEOUT, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
 # Seconds for a checkpoint after SIGTERM.
@@ -40,7 +40,8 @@ _SLURM = _Template("""\
 #SBATCH --requeue --signal=TERM@120
 %%requests
 
-# With these tunables processes keep their memory, which saves page faults in steps and merges on CPUs.
+# With these tunables processes keep their memory, which saves page faults in steps and merges on CPUs;
+# what is set in GLIBC_TUNABLES already takes precedence.
 export %%variables
 # The training script resumes from its checkpoint.
 export JAXCHE_RESTART="${SLURM_RESTART_COUNT:-0}"
@@ -102,7 +103,8 @@ where=
 for i in "${!hosts[@]}"; do where="$where,${hosts[i]}:${slots[i]}"; done
 
 export JAXCHE_COORDINATOR="${hosts[0]}:${PORT:-%%port}" JAXCHE_NUM_PROCESSES=%%processes
-# With these tunables processes keep their memory, which saves page faults in steps and merges on CPUs.
+# With these tunables processes keep their memory, which saves page faults in steps and merges on CPUs;
+# what is set in GLIBC_TUNABLES already takes precedence.
 export %%variables
 # Seconds before SIGTERM and SIGKILL to the others after a failure, in Open MPI 4 and 5.
 export OMPI_MCA_odls_base_sigkill_timeout=%%kill_s PRTE_MCA_odls_base_sigkill_timeout=%%kill_s
@@ -280,7 +282,7 @@ def emit(
             "others take none. Write: --emit jobset --volume training:/checkpoints"
         )
     max_restarts = check_failures(max_restarts, hang_timeout_s)
-    variables = {"PYTHONUNBUFFERED": "1", TUNABLES: with_tunables(""), **({ELASTIC: "1"} if elastic else {})}
+    variables = {"PYTHONUNBUFFERED": "1", **({ELASTIC: "1"} if elastic else {})}
     if hang_timeout_s is not None:
         variables[HANG_TIMEOUT] = f"{hang_timeout_s:g}"
     # Valid names in all three formats.
@@ -391,10 +393,10 @@ def _mpirun_command(job: Job, processes: str, hosts: str) -> str:
 
 def _passed(job: Job, *more: str) -> str:
     """The options that pass variables to the processes."""
-    names = [COORDINATOR, NUM_PROCESSES, RESTART, *job.variables, "PATH"]
+    names = [COORDINATOR, NUM_PROCESSES, RESTART, *job.variables, TUNABLES, "PATH"]
     names += [LIVENESS, *more] if job.elastic else []
     return " ".join(f"-x {name}" for name in names)
 
 
 def _assignments(variables: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in variables.items())
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), SET_TUNABLES])

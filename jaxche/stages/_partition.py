@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -428,7 +429,8 @@ class Partitioned:
             results = run_stages(plan, self._open_wire(), step, placed, batch)
         except BaseException:
             # The wire may hold trees of the step that failed: the next step opens a new one.
-            self.close()
+            with contextlib.suppress(Exception):  # an error of the close would hide that of the step
+                self.close()
             raise
         self._next_step = step + 1
         self.peak_activations = self._by_stage({stage: result.peak for stage, result in results.items()})

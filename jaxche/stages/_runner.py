@@ -48,7 +48,13 @@ def run_stages(plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch:
                 results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage))
         except BaseException as error:
             errors.append(error)
+            close()
+
+    def close() -> None:
+        try:
             wire.close()
+        except Exception as error:  # may follow from the error for which the wire is closed
+            errors.append(error)
 
     # The caller's thread runs the last stage: a process with one stage needs no other thread.
     *others, last = programs
@@ -60,7 +66,7 @@ def run_stages(plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch:
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C: end the waits of the other threads
-        wire.close()
+        close()
         raise
     if errors:
         raise next((error for error in errors if not isinstance(error, WireClosedError)), errors[0])

@@ -336,6 +336,11 @@ class CheckpointManager(Hook):
                 return
             if not self._missing:
                 own = None if isinstance(error, threading.BrokenBarrierError) else error
+                if own is not None:
+                    own.add_note(
+                        f"a second run that writes to {self._folder} removes files of this one; did you start it "
+                        "twice? Another run needs another folder: checkpoints='runs/second'"
+                    )
                 self._group.raise_everywhere(own, self._group.process_index, f"the save of checkpoint {step}")
             self._discard(step)
 

@@ -38,8 +38,9 @@ def linen_loss(
       loss_fn: ``loss_fn(apply, batch) -> loss`` or ``(loss, metrics)``, where ``apply(x, ...)`` is ``module.apply``
         with parameters, collections and random streams filled in, and returns the output alone. Collections it
         updates (batch statistics) become the replica's new ``model_state``. With ``mutable=["losses"]`` it returns
-        ``(output, {"losses": ...})``, as of values that the module sows. It gets ``params=``, e.g. for an L2
-        penalty, and ``rng=`` (or ``key=``), a new key for every batch, if it names them.
+        ``(output, {"losses": ...})``, as of values that the module sows; leave that collection out of the model state,
+        because sown values are added to those in it. It gets ``params=``, e.g. for an L2 penalty, and ``rng=`` (or
+        ``key=``), a new key for every batch, if it names them.
       rngs: names of the random streams the module draws from in training. Each call of ``apply`` gets keys of its own;
         ``apply(..., rngs={"dropout": key})`` gives others.
 

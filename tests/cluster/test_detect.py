@@ -54,6 +54,16 @@ def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
     assert detect(KUBERNETES) == Detected("k8s")
 
 
+def test_the_address_of_a_coordinator_alone_is_no_single_process():
+    address = {"JAX_COORDINATOR_ADDRESS": "node1:1234"}
+    for numbers in ({}, {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}):  # which JAX does not read
+        with pytest.raises(ValueError, match=r"'node1:1234' is set, but .*JAXCHE_COORDINATOR=.*unset JAX_COORDINATOR"):
+            detect(address | numbers)
+    assert detect(address | {"JAXCHE_NUM_PROCESSES": "1"}) == Detected("jaxche", num_processes=1)
+    for known in (LAUNCHED, SLURM, OPEN_MPI):
+        assert detect(address | known) == detect(known)
+
+
 def test_open_mpi_without_an_address():
     with pytest.raises(ValueError, match=r"mpirun -n 2 -x JAXCHE_COORDINATOR="):
         detect({"OMPI_COMM_WORLD_SIZE": "2"})

@@ -87,6 +87,29 @@ def test_cores_are_reused(environ, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("environ", "on_cpu", "write"),
+    [
+        (NO_GPU, 0, "0 GPU.* 2 CPU core.*-n 2 .processes=2.$"),
+        ({"JAX_PLATFORMS": "tpu"}, 0, "-n 2 .processes=2.$"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 0, "1 GPU.*-n 1 .processes=1.$"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 99_998, "-n 1 .processes=1.$"),
+    ],
+)
+def test_far_more_processes_than_cores_are_refused(environ, on_cpu, write, monkeypatch):
+    monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])
+    with pytest.raises(ValueError, match=f"processes=99999, .*{write}"):
+        assign_placements(99_999, environ, on_cpu)
+
+
+def test_some_processes_more_than_cores_are_no_mistake(monkeypatch):
+    monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])
+    assert len(assign_placements(32, NO_GPU)) == 32
+    assert len(assign_placements(33, {"CUDA_VISIBLE_DEVICES": "0"}, on_cpu=32)) == 33
+    # As many processes on a GPU as the user lists.
+    assert len(assign_placements(50, {"CUDA_VISIBLE_DEVICES": ",".join("0" * 50)})) == 50
+
+
+@pytest.mark.parametrize(
     ("environ", "first"), [({"CUDA_VISIBLE_DEVICES": "0"}, "GPU 0"), ({"JAX_PLATFORMS": "tpu"}, "tpu")]
 )
 def test_some_ranks_train_on_the_cpu_beside_the_others(environ, first):

@@ -16,7 +16,7 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from jaxche.cli import main
-from jaxche.cluster import emit
+from jaxche.cluster import emit, with_tunables
 from jaxche.cluster._scheduler_files import parse_nodes, total_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +98,27 @@ def test_hang_timeout_variable(scheduler, image, tmp_path):
     done = run(text, tmp_path, {"HOSTS": "a,b", "SLURM_JOB_ID": "1"}, srun=program, mpirun=program)
     assert done.stdout.startswith("90.5 ")
     assert scheduler == "slurm" or "-x JAXCHE_HANG_TIMEOUT" in done.stdout
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "mpirun", "jobset"])
+@pytest.mark.parametrize("given", ["", "glibc.malloc.arena_max=2:glibc.malloc.check=1"])
+def test_tunables_of_the_user_take_precedence(scheduler, given, tmp_path):
+    image = "me/train:1" if scheduler == "jobset" else None
+    program, environ = 'echo "$GLIBC_TUNABLES"', {"GLIBC_TUNABLES": given, "HOSTS": "a", "SLURM_JOB_ID": "1"}
+    text = emit(scheduler, ["bash", "-c", program], "1", image=image)
+    if image:
+        (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert "GLIBC_TUNABLES" not in {one["name"] for one in container["env"]}
+        words = {"env": {**os.environ, **environ, "JOB_COMPLETION_INDEX": "0"}, "text": True}
+        found = subprocess.check_output(container["command"], **words)
+    else:
+        found = run(text, tmp_path, environ, srun=program, mpirun=f'echo "$*" >options; {program}').stdout
+        assert scheduler == "slurm" or "-x GLIBC_TUNABLES" in (tmp_path / "options").read_text()
+    # The C library takes the last value of each.
+    values = dict(word.split("=") for word in found.strip().split(":"))
+    expected = dict(word.split("=") for word in with_tunables(given).split(":"))
+    assert values == expected
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])

@@ -295,3 +295,23 @@ def test_the_rank_that_failed_prints_its_error_also_if_it_is_slow(script, capfd,
     told = capfd.readouterr().err.splitlines()
     assert any(line.startswith("[0] jaxche.distributed._group.RankError: rank 1 failed") for line in told)
     assert "[1] OSError: disk on fire" in told
+
+
+def test_a_worker_process_that_imports_the_script_again_does_not_join(script, capfd):
+    command = script("""
+    import multiprocessing
+    import jaxche
+    jaxche.initialize()
+    if multiprocessing.parent_process() is None:
+        worker = multiprocessing.get_context("spawn").Process(target=print)
+        worker.start()
+        worker.join()
+        from jaxche.distributed import Group
+        print("gathered", Group().all_gather([rank, worker.exitcode]))
+    """)
+    assert launch(command, 2) == 0
+    out, err = capfd.readouterr()
+    assert out.count("gathered [[0, 1], [1, 1]]") == 2
+    for rank in range(2):
+        assert f"RuntimeError: process {rank} of the run has started this process" in err
+    assert 'under `if __name__ == "__main__":`' in err

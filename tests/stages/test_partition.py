@@ -478,6 +478,27 @@ def test_a_wire_whose_close_raised_is_not_used_again(make_model, monkeypatch):
     partitioned.value_and_grad(model.params, model.batch)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_error_is_not_hidden_by_one_of_the_close_that_follows(stage, make_model, monkeypatch):
+    model = make_model()
+    assert len(model.stages) == 2
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    wire = partitioned._wire
+
+    def close():
+        LocalWire.close(wire)
+        raise OSError("the disk is full")
+
+    def work(*arguments):
+        raise ArithmeticError("the first error")
+
+    monkeypatch.setattr(wire, "close", close)
+    plan = partitioned._prepare(model.params, model.batch)[0]
+    monkeypatch.setattr(plan.programs[stage], "backward", work)
+    with pytest.raises(ArithmeticError, match="the first error"):
+        partitioned.value_and_grad(model.params, model.batch)
+
+
 def test_threads_take_turns(make_model, same):
     """Each would take the activations of the other, or wait for what the other took."""
     model = make_model("trees", 2)

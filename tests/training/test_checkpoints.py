@@ -574,9 +574,11 @@ def test_another_error_of_a_save_is_raised(problem, devices, tmp_path, monkeypat
 
     monkeypatch.setattr(os, "mkdir", refuse)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
-    with pytest.raises(PermissionError, match="orbax-checkpoint-tmp"):
+    with pytest.raises(PermissionError, match="orbax-checkpoint-tmp") as caught:
         trainer.fit(trainer.init(problem.params), problem.data, progress=False, checkpoints=tmp_path)
     assert missing(caplog, tmp_path) == []
+    # Two runs in one folder fail in many ways.
+    assert any(f"a second run that writes to {tmp_path}" in note for note in caught.value.__notes__)
 
 
 @expects_late_results
