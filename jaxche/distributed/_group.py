@@ -96,7 +96,6 @@ class Group:
       quorum_id: name of the present membership; it changes with the members and their connections.
       watchdog: heartbeats and events for the launcher.
       launcher: what started the processes.
-      in_step: whether all members have made the same calls, as far as this process knows.
     """
 
     elastic = False
@@ -107,7 +106,6 @@ class Group:
         self.quorum_id = "0"
         self.watchdog = Watchdog()
         self.launcher = "jax"
-        self.in_step = True
         self._calls = itertools.count()
         self._broadcasts: dict[str, Iterator[int]] = {}
         # How many programs of several processes this one has begun, and whether it is in one.
@@ -209,7 +207,6 @@ class Group:
                 return self.client.blocking_key_value_get(key, _POLL_MS)
             waited = time.monotonic() - start
             if absent:
-                self.in_step = False
                 raise RankError(
                     f"process {process} {absent}, and process {self.process_index} waits for it: all processes must "
                     "make the same calls of fit, evaluate and other methods of the trainer, also in callbacks; take "
@@ -217,7 +214,6 @@ class Group:
                     process,
                 )
             if waited > _TIMEOUT_MS / 1e3:
-                self.in_step = False
                 raise TimeoutError(f"process {process} did not set {key} within {_TIMEOUT_MS / 1e3:.0f} s")
             if waited > _LOG_S and not is_logged:
                 _log.warning(
@@ -342,13 +338,14 @@ class Group:
         own = None
         if error is not None:
             last = "".join(traceback.format_exception(error)[-3:])[-1500:]
-            message = str(error)[:1000]
-            own = {"rank": rank, "place": place, "kind": type(error).__name__, "message": message, "trace": last}
+            own = {"rank": rank, "kind": type(error).__name__, "message": str(error)[:1000], "trace": last}
         reports = [report for report in self.all_gather(own) if report is not None]
         if error is not None:
             error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
             raise error
         if reports:
             r = reports[0]
-            what = f"rank {r['rank']} failed in {r['place']} with {r['kind']}: {r['message']}"
-            raise RankError(f"{what}\n--- there ---\n{r['trace']}", r["rank"])
+            raise RankError(
+                f"rank {r['rank']} failed in {place} with {r['kind']}: {r['message']}\n--- there ---\n{r['trace']}",
+                r["rank"],
+            )

@@ -71,9 +71,8 @@ def fit(
         an iterator, which can be read once, has one.
       callbacks: functions ``callback(state, info)`` called after every round, and after the evaluation of that round,
         on every process. A true result stops training; with several processes all stop after the next round, even if
-        only one callback asks to, and an error of one callback is raised with the next merge, in all processes. Let a
-        callback that watches a loss read ``info.validation``: ``info.loss`` is a mean over the examples of one round,
-        and rounds differ in length.
+        only one callback asks to. Let a callback that watches a loss read ``info.validation``: ``info.loss`` is a mean
+        over the examples of one round, and rounds differ in length.
       progress: show a bar on rank 0 (lines if stderr is not a terminal). Its first epoch is 1, as in ``jaxche train``;
         in ``RoundInfo.epoch`` it is 0.
       dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the history of
@@ -151,7 +150,7 @@ def fit(
         log_every = agreed.every["log_every"]
         bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
-        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(trainer, agreed.callbacks, log_every)]
+        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(agreed.callbacks, log_every)]
         run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
         _train(trainer, run)
     run.history.memory = tuple(trainer.memory)

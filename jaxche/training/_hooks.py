@@ -201,34 +201,18 @@ class LauncherHook(Hook):
 
 
 class CallbackHook(Hook):
-    """Calls the callbacks of the user.
+    """Calls the callbacks of the user."""
 
-    With several processes an error in one of them is raised after the next round, whose merge carries it to the others.
-    """
-
-    def __init__(self, trainer: Rounds, callbacks: Sequence[Callback], every: Every | None = None):
-        self._trainer, self._callbacks, self._every = trainer, callbacks, every
+    def __init__(self, callbacks: Sequence[Callback], every: Every | None = None):
+        self._callbacks, self._every = callbacks, every
         self._logged: RoundInfo | None = None
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         logs = self._every is None or run.is_due(self._every) or info.validation or run.is_done or info.stop
         self._logged = info if logs else self._logged
         called = {i: one for i, one in enumerate(self._callbacks) if logs or not isinstance(one, Logger)}
-        try:
-            # Call all, even after a true result.
-            answers = {i: callback(run.state, info) for i, callback in called.items()}
-            return any(_is_true(i, answer) for i, answer in answers.items())
-        except PeerLostError:
-            raise
-        except Exception as error:
-            group, is_last = self._trainer._group, run.is_done or info.stop
-            # The others of an elastic run continue without this process.
-            if group.num_processes == 1 or group.elastic or is_last or not group.in_step:
-                raise
-            line = "a callback raised %s after round %s; it is raised with the next merge, in all processes"
-            _log.warning(line, type(error).__name__, info.round)
-            self._trainer.raise_after_next_round(error, f"a callback after round {info.round}")
-            return False
+        answers = {i: callback(run.state, info) for i, callback in called.items()}  # call all, even after a true result
+        return any(_is_true(i, answer) for i, answer in answers.items())
 
     def on_end(self, run: Run) -> None:
         # A callback has stopped the run after a round that was not due, or before its evaluation.

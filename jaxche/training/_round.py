@@ -153,14 +153,7 @@ class RoundStatistics:
         numbers[:, _COLUMN["group_ms"]] = group_ms
         return RoundStatistics(numbers, self._columns)
 
-    def check(
-        self,
-        planned: PlannedRound,
-        group: Group,
-        errors: Mapping[int, Exception],
-        finite: bool,
-        place: str | None = None,
-    ) -> None:
+    def check(self, planned: PlannedRound, group: Group, errors: Mapping[int, Exception], finite: bool) -> None:
         """Raise an error on all hosts if the round failed.
 
         Args:
@@ -168,7 +161,6 @@ class RoundStatistics:
           group: the processes.
           errors: of the replicas of this process, by rank.
           finite: the flag of the merge.
-          place: of the errors; by default the round.
 
         Raises:
           Exception: the error of a local replica.
@@ -180,7 +172,7 @@ class RoundStatistics:
         plan = planned.plan
         if self._numbers[:, _COLUMN["failed"]].any():
             rank, error = next(iter(errors.items()), (0, None))
-            group.raise_everywhere(error, rank, place or f"round {plan.round}")
+            group.raise_everywhere(error, rank, f"round {plan.round}")
         self._check_plans(plan)
         if not self.examples.any():
             raise ValueError(

@@ -87,7 +87,6 @@ class Rounds:
     updates_logged = False  # the line on the number of updates
     _limit_logged = False
     _stop = Stop.NO
-    _late_error: tuple[Exception, str] | None = None  # and its place
     _solo_steps: int | None  # of a round of a single replica, or None if they follow from their time
     _membership: Any = None  # of an elastic run
 
@@ -229,13 +228,9 @@ class Rounds:
         """Ask all processes to stop after the next round; its merge carries the request."""
         self._stop = max(self._stop, stop)
 
-    def raise_after_next_round(self, error: Exception, place: str) -> None:
-        """Raise the error of this process on all of them after the next round; its merge carries it."""
-        self._late_error = self._late_error or (error, place)
-
     def reset_requests(self) -> None:
-        """Discard requests to stop, to raise an error and to admit processes."""
-        self._stop, self._late_error = Stop.NO, None
+        """Discard requests to stop and to admit processes."""
+        self._stop = Stop.NO
         if self._membership:
             self._membership.reset()
 
@@ -291,14 +286,9 @@ class Rounds:
         """
         planned = self._planned(state, data, end or ENDLESS, given)
         engine, settings = self._engine, self._settings
-        late_error, place = self._late_error or (None, None)
-        if late_error is not None and planned.time_limit_ms is not None:
-            planned = planned._replace(time_limit_ms=0.0)  # one step, because nothing is merged
         feeds, prepare_ms = engine.start(planned)
         clock = time.perf_counter()
         results = engine.run(planned, feeds)
-        if late_error is not None:
-            results = [result._replace(error=late_error) for result in results]
         if end is not None:
             self._prefetch(planned, end)
         stop = self._stop
@@ -309,7 +299,7 @@ class Rounds:
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, engine.columns)
         errors = {rank: result.error for rank, result in zip(engine.ranks, results, strict=True) if result.error}
-        table.check(planned, self._group, errors, bool(merged.report.finite), place)
+        table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         table, times = round_times(planned, table, elapsed_ms, settings.fleet, engine.batch_size, self._has_peers)

@@ -82,16 +82,16 @@ def test_an_error_within_a_context_is_raised_at_its_end():
 
 
 def test_an_error_elsewhere_ends_a_context(monkeypatch):
-    report = {"rank": 1, "place": "round 7", "kind": "OSError", "message": "disk", "trace": ""}
+    report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 7"), Group().errors_everywhere(0, "round 7"):
         pass
 
 
 def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
-    report = {"rank": 1, "place": "a callback", "kind": "OSError", "message": "disk", "trace": "line 3"}
+    report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": "line 3"}
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
-    with pytest.raises(RankError, match="rank 1 failed in a callback with OSError: disk") as caught:
+    with pytest.raises(RankError, match="rank 1 failed in round 2 with OSError: disk") as caught:
         Group().raise_everywhere(None, 0, "round 2")
     assert caught.value.rank == 1
     assert "line 3" in str(caught.value)

@@ -16,15 +16,6 @@ PROGRAM = Path(__file__).with_name("ends.py")
         ("one exits", 1, ["sys.exit(3) ended process 1 within fit", "return True from a callback"]),
         ("all exit", 3, []),
         ("one stage ends", 1, ["connection to the process of stage 1 is lost", "must take the same steps"]),
-        (
-            "one raises in a callback",
-            0,
-            [
-                "[0] RankError rank 1 failed in a callback after round 1 with ValueError: no space for the sample",
-                "[1] ValueError no space for the sample ['raised on rank 1 in a callback after round 1; the",
-                "[1] {'loss'",
-            ],
-        ),
         ("one evaluates", 1, ["process 1 has ended its script", "make the same calls"]),
         ("one evaluates in a callback", 1, ["process 1 is in the merge of a round", "also in callbacks"]),
     ],
