@@ -1,4 +1,4 @@
-"""A command of ``jaxche``: its parser, its error line, the file that it writes, and the launcher of its process.
+"""A command of ``jaxche``: its parser, its error line, and the file that it writes.
 
 Every ``jaxche --help`` imports the modules of all commands, so they import JAX inside their actions.
 """
@@ -122,16 +122,6 @@ def write_text(path: str | Path, text: str) -> None:
     """Write the text that ``--out`` asks for, and print its path."""
     with writing(Path(path)):
         Path(path).write_text(text, encoding="utf8")
-
-
-def launcher() -> str:
-    """The launcher of this process, or "none".
-
-    Unlike ``initialize`` this accepts GPUs of several kinds: each process that is started from here may take one.
-    """
-    from jaxche.cluster import detect
-
-    return detect(os.environ).launcher
 
 
 def join(timeout_s: float = 300.0) -> ClusterInfo:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cli._command import Command, launcher
+from jaxche.cli._command import Command
 from jaxche.cli._nvidia import install_line
 from jaxche.cli._options import add_out, directory_path, flag, integer, non_default_options, number, numbers
 from jaxche.cli._run_folder import refuse_directory
@@ -269,8 +269,11 @@ def _run(args: argparse.Namespace) -> int:
     require(args.task)
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
-    if launcher() != "none":
-        _check_name(args)
+    from jaxche.cluster import detect
+
+    launcher = detect(os.environ).launcher
+    if launcher != "none":
+        _check_name(args, launcher)
         _watch_for_hangs(args)
         from jaxche.cli._worker import work
 
@@ -280,13 +283,11 @@ def _run(args: argparse.Namespace) -> int:
     return _start(args, name, processes, env)
 
 
-def _check_name(args: argparse.Namespace) -> None:
+def _check_name(args: argparse.Namespace, launcher: str) -> None:
     """Require ``--name``: each process of a launcher, and each start of a job, would generate another one."""
     if saves(args) and not args.name:
         option = flag("checkpoint_every" if args.checkpoint_every else "max_restarts")
-        raise ValueError(
-            f"{option} needs a name that all {launcher()} processes have, in every start; write --name mine"
-        )
+        raise ValueError(f"{option} needs a name that all {launcher} processes have, in every start; write --name mine")
 
 
 def _watch_for_hangs(args: argparse.Namespace) -> None:
