@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 from pathlib import Path
@@ -54,12 +53,12 @@ def _refuse_changed_ranks(folder: Path) -> None:
         raise ValueError(
             f"--replay {folder}: there is no history.jsonl of its rounds; write e.g. --replay runs/first"
         ) from None
-    for before, info in itertools.pairwise(rounds):
-        if len(info.counts) != len(before.counts):
-            raise ValueError(
-                f"--replay {folder}: the number of ranks changed from {len(before.counts)} to {len(info.counts)} at "
-                f"round {info.round}, and a replay needs a constant number; write the folder of another run"
-            )
+    if len(last := rounds.last_ranks) < len(rounds):
+        before = rounds[-len(last) - 1]
+        raise ValueError(
+            f"--replay {folder}: the number of ranks changed from {len(before.counts)} to {len(last[0].counts)} at "
+            f"round {last[0].round}, and a replay needs a constant number; write the folder of another run"
+        )
 
 
 def replay(args: argparse.Namespace) -> None:
