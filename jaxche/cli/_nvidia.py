@@ -160,12 +160,11 @@ def read_runtime(major: int) -> Runtime:
     except ImportError as error:
         return Runtime(error=f"its own library ({error})")
     found = {}
-    for name, function in (("cuda", "cuda_runtime"), ("cudnn", "cudnn")):
+    for name, function, label in (("cuda", "cuda_runtime", "the CUDA runtime"), ("cudnn", "cudnn", "cuDNN")):
         try:
             found[name] = int(getattr(versions, f"{function}_get_version")())
             found[f"built_{name}"] = int(getattr(versions, f"{function}_build_version")())
         except Exception as error:  # a version function of jaxlib raises whatever the missing library makes it raise
-            label = {"cuda": "the CUDA runtime", "cudnn": "cuDNN"}[name]
             return Runtime(**found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
     return Runtime(**found)
 

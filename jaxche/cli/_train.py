@@ -349,11 +349,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
 
 def _gpus() -> tuple[int, dict[str, str]]:
     """The number of GPUs that JAX can use, and the variables to set for the processes."""
-    from jaxche.cluster import count_gpus, default_platform, has_cuda
+    from jaxche.cluster import default_gpus, has_cuda
 
-    if default_platform(os.environ) != "cuda":
-        return 0, {}
-    gpus = count_gpus()
+    gpus = len(default_gpus(os.environ))
     if gpus and not has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "

@@ -62,6 +62,11 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
     return found
 
 
+def default_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The :func:`gpu_ids` if JAX's default devices are GPUs."""
+    return gpu_ids(environ) if default_platform(environ) == "cuda" else []
+
+
 def default_platform(environ: Mapping[str, str]) -> str:
     """The platform that JAX tries first for its default devices: the first one in ``JAX_PLATFORMS``, else CUDA."""
     first = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()

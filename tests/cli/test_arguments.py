@@ -318,7 +318,7 @@ def test_processes(monkeypatch):
 
 def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert _processes(parse()) == (2, {"JAX_PLATFORMS": "cpu"})
     assert "pip install 'jaxche[cuda13]'" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_gpus_of_several_kinds(monkeypatch, capsys):
 
 def test_unused_gpus(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: False)
     found = _doctor_devices.device_finding()
     assert "the driver shows 4 GPU(s), but JAX is installed without CUDA" in found.text
