@@ -45,7 +45,9 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
     probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
     probe(open_store(url, {**probe_options, **options}), url, f"{run}/probe")
     store = open_store(url, options)
-    return (Folder if _is_folder(store) else Objects)(store, url, run)
+    import obstore.store
+
+    return (Folder if isinstance(store, obstore.store.LocalStore) else Objects)(store, url, run)
 
 
 class Objects:
@@ -251,12 +253,6 @@ class Folder(Objects):
 def _write_file(path: str, buffers: Sequence[Any]) -> None:
     with open(path, "xb", buffering=0) as file:
         write_all(functools.partial(os.writev, file.fileno()), buffers)
-
-
-def _is_folder(store: Any) -> bool:
-    import obstore.store
-
-    return isinstance(store, obstore.store.LocalStore)
 
 
 def _first_line(error: BaseException) -> str:
