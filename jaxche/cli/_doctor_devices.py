@@ -14,7 +14,7 @@ from jaxche.cli._nvidia import install_line
 
 @contextlib.contextmanager
 def plugin_errors() -> Iterator[list[str]]:
-    """Collect why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
+    """Collect the errors of JAX's plugins while its devices start, which JAX logs with tracebacks."""
     errors: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:

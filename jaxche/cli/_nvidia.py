@@ -37,7 +37,7 @@ class Driver(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """CUDA and cuDNN as a plugin of JAX loads them, and as it was built; numbers as the libraries give them.
+    """The versions of CUDA and cuDNN that a plugin of JAX loads, and those that it was built for, as numbers.
 
     ``error`` names a library that cannot be loaded.
     """

@@ -204,7 +204,7 @@ def _nnx_step(model: Any, inputs: Sequence[Any]) -> _Step:
 
 
 def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """The inputs that are arrays, and a function that puts others in their place among the inputs that are none."""
+    """The inputs that are arrays, and a function that puts given arrays in their place among all inputs."""
     is_array = [all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and x is not None for x in inputs]
     others = [None if array else x for x, array in zip(inputs, is_array, strict=True)]  # no tracers of the arrays
 
