@@ -18,12 +18,11 @@ from jaxche.cli._settings import (
     POLICIES,
     SCALING_RULES,
     TASKS,
-    cadence,
     pace_argument,
     policies,
     require,
     saves,
-    trainer_options,
+    trainers,
 )
 from jaxche.cli._stages import check_stages, run_stages
 
@@ -279,7 +278,9 @@ def _run(args: argparse.Namespace) -> int:
 
         return work(args, name)
     processes, env = _processes(args)
-    _check(args, processes, Path(args.out) / name)
+    if not args.dry_run and not args.replay:
+        refuse_directory(Path(args.out) / name, args.out, saves(args))
+    trainers(args, processes)  # refuses options that exclude each other
     return _start(args, name, processes, env)
 
 
@@ -359,14 +360,6 @@ def _gpus() -> tuple[int, dict[str, str]]:
         )
         return 0, {"JAX_PLATFORMS": "cpu"}
     return gpus, {}
-
-
-def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
-    if not args.dry_run and not args.replay:
-        refuse_directory(folder, args.out, saves(args))
-    cadence(args, processes)
-    for policy in policies(args):
-        trainer_options(args, policy)
 
 
 def _compared(text: str) -> tuple[str, ...]:
