@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -42,8 +42,8 @@ class Direct:
     """
 
     timeout_s: float = 300.0
-    micro_batch_size: ClassVar[None] = None  # the batch stays whole
-    schedule: ClassVar[str] = "1f1b"  # all are equal with one micro-batch
+    micro_batch_size: None = dataclasses.field(default=None, init=False, repr=False)  # the batch stays whole
+    schedule: str = dataclasses.field(default="1f1b", init=False, repr=False)  # all are equal with one micro-batch
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
