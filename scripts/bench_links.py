@@ -18,9 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench_quality import Cell, Job, Results, crossing, perform
-
-import jax  # isort: skip  # after bench_quality, which sets its threads
+from bench_quality import Cell, Job, Results, configure, crossing, perform
 
 from jaxche.averaging._wire import coded_bytes
 
@@ -120,11 +118,7 @@ def main() -> None:
     args = parser.parse_args()
     results = Results(args.results)
     if not args.table:
-        args.cache.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_num_cpu_devices", 2)
-        jax.config.update("jax_compilation_cache_dir", str(args.cache.absolute() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        configure(args.cache, 2)
         for one in jobs(args.links, args.millions, args.seeds):
             if one.key not in results.rows:
                 row = perform(one, results.batches(one.cell, one.arm), args.cache)

@@ -529,6 +529,15 @@ def spread(values: Iterable[float], form: str) -> str:
     return shown[0] if len(found) == 1 else f"{shown[0]} ({shown[1]} to {shown[2]})"
 
 
+def configure(cache: Path, devices: int) -> None:
+    """So many CPU devices, and compiled programs that are kept in a folder."""
+    cache.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_compilation_cache_dir", str(cache.absolute() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=tuple(SHARE), default="text", help="late: text from a trained model")
@@ -566,11 +575,7 @@ def main() -> int:
         else:
             print(text)
         return 0
-    args.cache.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_num_cpu_devices", max(len(cell.speeds) for cell in cells))
-    jax.config.update("jax_compilation_cache_dir", str(args.cache.absolute() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    configure(args.cache, max(len(cell.speeds) for cell in cells))
     print(
         f"learning rates: {', '.join(f'{lr:g}' for lr in grid)}, from the middle; arms: {'; '.join(arms)}", flush=True
     )

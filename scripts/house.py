@@ -7,6 +7,7 @@
 import argparse
 import ast
 import re
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,13 +36,7 @@ def table(order):
 
 def layers():
     """The packages as tests/test_layers.py orders them."""
-    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text(encoding="utf8"))
-    [order] = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ORDER"
-    ]
-    return order
+    return runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["ORDER"]
 
 
 def main():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ def psum_buckets(tree: Any, axis_name: str) -> Any:
     """Sum every leaf over ``axis_name``; leaves of one dtype are concatenated into a few large all-reduces."""
     leaves, treedef = jax.tree.flatten(tree)
     summed: list[Any] = [None] * len(leaves)
-    for bucket in _buckets(leaves):
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+    for bucket in in_buckets([leaf.dtype for leaf in leaves], sizes, _BUCKET_BYTES):
         if len(bucket) == 1:
             summed[bucket[0]] = lax.psum(leaves[bucket[0]], axis_name)
             continue
@@ -30,18 +32,20 @@ def psum_buckets(tree: Any, axis_name: str) -> Any:
     return jax.tree.unflatten(treedef, summed)
 
 
-def _buckets(leaves: list[Any]) -> list[list[int]]:
-    """Indices of the leaves that share an all-reduce: same dtype, together at most ``_BUCKET_BYTES``."""
+def in_buckets(kinds: Sequence[Any], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Indices of the arrays that share a collective: of one kind, such as a dtype, and together at most ``most`` bytes.
+
+    An array of more bytes has a bucket of its own.
+    """
     buckets: list[list[int]] = []
     open_buckets: dict[Any, tuple[list[int], int]] = {}
-    for i, leaf in enumerate(leaves):
-        nbytes = leaf.size * leaf.dtype.itemsize
-        bucket, used = open_buckets.get(leaf.dtype, ([], 0))
-        if not bucket or used + nbytes > _BUCKET_BYTES:
+    for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        bucket, used = open_buckets.get(kind, ([], 0))
+        if not bucket or used + size > most:
             bucket, used = [], 0
             buckets.append(bucket)
         bucket.append(i)
-        open_buckets[leaf.dtype] = (bucket, used + nbytes)
+        open_buckets[kind] = (bucket, used + size)
     return buckets
 
 

@@ -1,4 +1,4 @@
-"""A command of ``jaxche``: its parser, its error line, the file that it writes, and the launcher of its process.
+"""A command of ``jaxche``: its parser, its error line, and the file that it writes.
 
 Every ``jaxche --help`` imports the modules of all commands, so they import JAX inside their actions.
 """
@@ -33,8 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Raise the error of words that no option takes, with the options that are spelt alike."""
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
-        known = [option for action in shown for option in action.option_strings]
+        known = [option for action in self._actions if action.dest != "help" for option in action.option_strings]
         alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1, 0.7)]
         meant = f"; did you mean {' or '.join(dict.fromkeys(alike))}?" if alike else ""
         self.error(f"unrecognized arguments: {' '.join(words)}{meant}")
@@ -122,16 +121,6 @@ def write_text(path: str | Path, text: str) -> None:
     """Write the text that ``--out`` asks for, and print its path."""
     with writing(Path(path)):
         Path(path).write_text(text, encoding="utf8")
-
-
-def launcher() -> str:
-    """The launcher of this process, or "none".
-
-    Unlike ``initialize`` this accepts GPUs of several kinds: each process that is started from here may take one.
-    """
-    from jaxche.cluster import detect
-
-    return detect(os.environ).launcher
 
 
 def join(timeout_s: float = 300.0) -> ClusterInfo:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
 from jaxche.cli import _nvidia as nvidia
-from jaxche.cli._command import Command, exit_at_once, join, launcher, paint, print_error
+from jaxche.cli._command import Command, exit_at_once, join, paint, print_error
 from jaxche.cli._doctor_checks import Finding
 from jaxche.cli._options import directory_path, integer, number
 
@@ -69,10 +68,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
-    from jaxche.cluster import ClusterInfo, launch
+    from jaxche.cluster import ClusterInfo, detect, launch
 
     try:
-        info = join(args.timeout) if launcher() != "none" else ClusterInfo(0, 1, "none")
+        # Not `initialize` without a launcher, which refuses GPUs of several kinds: processes started here may take one.
+        info = ClusterInfo(0, 1, "none") if detect(os.environ).launcher == "none" else join(args.timeout)
     except (ValueError, TimeoutError) as error:
         print_error("doctor", f"the processes cannot join: {error}")
         # The exit handlers of Python would wait for the missing processes.
@@ -123,7 +123,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     """Compare the processes; all call this, process 0 prints and returns the exit code."""
     import jax
 
-    from jaxche.cluster import all_gather_text, clocks, measure_all_reduce
+    from jaxche.cluster import all_gather, clocks, measure_all_reduce
     from jaxche.sharding import devices, is_private, local_devices
 
     mine = {
@@ -133,7 +133,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
         "free": checks.free_memory_gib(),
         "problems": [finding for finding in findings if finding.fix],
     }
-    reports = [json.loads(text) for text in all_gather_text("doctor", json.dumps(mine), timeout_s)]
+    reports = all_gather("doctor", mine, timeout_s)
     offsets = clocks(timeout_s)
     # Replicas on devices of several kinds merge on their hosts.
     mixed = len({one["kind"] for one in reports}) > 1 or any(map(is_private, devices()))

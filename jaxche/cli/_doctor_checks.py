@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import socket
@@ -11,8 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
-_CHECK_URL = "check the URL and credentials"
-_STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
+_STORE_BYTES = 8 * 1024 * 1024
 
 
 class Finding(NamedTuple):
@@ -161,52 +159,17 @@ def cache() -> Finding:
 
 
 def store(url: str) -> Finding:
-    """Put, get, conditionally put and delete an object in a store, opened as ``DataStore`` opens it."""
-    import numpy as np
-
-    from jaxche.stages import open_store
+    """Whether ``DataStore`` can use a store, and how fast it is."""
+    from jaxche.stages import open_store, probe
 
     try:
-        place = open_store(url, {})
+        (put, get), (big_put, big_get) = probe(open_store(url, {}), url, "jaxche-doctor", (4 * 1024, _STORE_BYTES))
     except ImportError:
         return Finding("store", "obstore or xxhash is not installed", "pip install 'jaxche[store]'")
     except (OSError, ValueError) as error:
-        return Finding("store", f"{url}: opening failed: {error}", _CHECK_URL)
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, BaseError
-
-    key = f"jaxche-doctor-{socket.gethostname()}-{os.getpid()}"
-    tried, times = "", []
-    try:
-        for size in _STORE_SIZES:
-            data = np.random.default_rng(0).bytes(size)
-            tried, began = f"writing {key}", time.perf_counter()
-            obstore.put(place, key, data)
-            tried, written = f"reading {key}", time.perf_counter()
-            if bytes(obstore.get(place, key).bytes()) != data:
-                raise OSError("other bytes came back")
-            times.append((size, written - began, time.perf_counter() - written))
-        tried, conditional = "a conditional write", False
-        try:
-            obstore.put(place, key, b"", mode="create")
-        except AlreadyExistsError:
-            conditional = True
-        tried = f"deleting {key}"
-        obstore.delete(place, key)
-        place = None
-    except (BaseError, OSError, ValueError, NotImplementedError) as error:  # the last: no conditional writes
-        return Finding("store", f"{url}: {tried} failed: {str(error).splitlines()[0]}", _CHECK_URL)
-    finally:
-        if place is not None:
-            with contextlib.suppress(BaseError, OSError):  # the object may not exist, and the finding has the cause
-                obstore.delete(place, key)
-    (_, put, get), (size, big_put, big_get) = times
-    text = (
+        return Finding("store", str(error), "check the URL and credentials")
+    return Finding(
+        "store",
         f"{url}: 4 KiB written in {1e3 * put:.1f} ms, read in {1e3 * get:.1f} ms; "
-        f"8 MiB at {size / big_put / 1e6:.0f} and {size / big_get / 1e6:.0f} MB/s"
+        f"8 MiB at {_STORE_BYTES / big_put / 1e6:.0f} and {_STORE_BYTES / big_get / 1e6:.0f} MB/s",
     )
-    if not conditional:
-        return Finding(
-            "store", f"{text}; it ignores conditional writes", "choose one with conditional writes (S3, GCS)"
-        )
-    return Finding("store", text)

@@ -14,7 +14,7 @@ from jaxche.cli._nvidia import install_line
 
 @contextlib.contextmanager
 def plugin_errors() -> Iterator[list[str]]:
-    """Collect why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
+    """Collect the errors of JAX's plugins while its devices start, which JAX logs with tracebacks."""
     errors: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
@@ -57,7 +57,7 @@ def not_started(timeout_s: float) -> Finding:
 
 def device_finding() -> Finding:
     """The devices of JAX, compared with those of the driver."""
-    from jaxche.cluster import count_gpus, default_platform, has_cuda
+    from jaxche.cluster import default_gpus, has_cuda
     from jaxche.sharding import local_devices
 
     try:
@@ -71,7 +71,7 @@ def device_finding() -> Finding:
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
     if all(limits):
         text += f", {min(limits) / 2**30:.1f} GiB each"
-    gpus = count_gpus() if default_platform(os.environ) == "cuda" else 0
+    gpus = len(default_gpus(os.environ))
     if gpus and local[0].platform != "gpu":
         what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
         fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()

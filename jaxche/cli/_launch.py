@@ -223,14 +223,13 @@ def _check(args: argparse.Namespace, processes: int) -> None:
 
 
 def _gpus() -> int:
-    from jaxche.cluster import count_gpus, default_platform
+    from jaxche.cluster import default_gpus
 
-    gpus = count_gpus() if default_platform(os.environ) == "cuda" else 0
-    if not gpus:
+    if not (gpus := default_gpus(os.environ)):
         raise ValueError(
             "there are no GPUs here to count, or JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py"
         )
-    return gpus
+    return len(gpus)
 
 
 def _scheduler_file(args: argparse.Namespace) -> str:

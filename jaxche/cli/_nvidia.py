@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ class Driver(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """CUDA and cuDNN as a plugin of JAX loads them, and as it was built; numbers as the libraries give them.
+    """The versions of CUDA and cuDNN that a plugin of JAX loads, and those that it was built for, as numbers.
 
     ``error`` names a library that cannot be loaded.
     """
@@ -138,7 +137,9 @@ def cuda_finding(
 
 def read_driver() -> Driver:
     """The driver as ``nvidia-smi`` describes it, else as ``/proc/driver/nvidia`` does."""
-    code, output = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    from jaxche.cluster import nvidia_smi
+
+    code, output = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     if code is None:  # a container may lack nvidia-smi
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _read(_DRIVER_FILE))
         return Driver(found[1]) if found else Driver()
@@ -148,7 +149,7 @@ def read_driver() -> Driver:
     for line in output.strip().splitlines():
         name, version, memory, used, mode = (word.strip() for word in line.rsplit(",", len(_FIELDS) - 1))
         gpus.append(Gpu(name, _number(memory), _number(used), mode))
-    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", _nvidia_smi()[1])
+    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", nvidia_smi()[1])
     return Driver(version, cuda[1] if cuda else "", tuple(gpus))
 
 
@@ -159,12 +160,11 @@ def read_runtime(major: int) -> Runtime:
     except ImportError as error:
         return Runtime(error=f"its own library ({error})")
     found = {}
-    for name, function in (("cuda", "cuda_runtime"), ("cudnn", "cudnn")):
+    for name, function, label in (("cuda", "cuda_runtime", "the CUDA runtime"), ("cudnn", "cudnn", "cuDNN")):
         try:
             found[name] = int(getattr(versions, f"{function}_get_version")())
             found[f"built_{name}"] = int(getattr(versions, f"{function}_build_version")())
         except Exception as error:  # a version function of jaxlib raises whatever the missing library makes it raise
-            label = {"cuda": "the CUDA runtime", "cudnn": "cuDNN"}[name]
             return Runtime(**found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
     return Runtime(**found)
 
@@ -177,17 +177,6 @@ def show_cuda(version: int) -> str:
 def show_cudnn(version: int) -> str:
     """91002 as "9.10.2"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def _nvidia_smi(*options: str) -> tuple[int | None, str]:
-    """Exit code and output; the code is None where the program is missing."""
-    try:
-        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
-    except OSError:
-        return None, ""
-    except subprocess.TimeoutExpired:
-        return 124, "no answer in 30 s"
-    return done.returncode, done.stdout or done.stderr
 
 
 def _read(path: Path) -> str:

@@ -10,30 +10,24 @@ from typing import Any
 
 def integer(example: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
     """A parser of integers from ``least`` to ``most``; errors show ``example``."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {_range(least, most)}; write {example}")
-        return value
-
-    return parse
+    return number(example, least, most, kind=int)
 
 
-def number(example: str, least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
+def number(
+    example: str, least: float = 0.0, most: float = math.inf, above: bool = False, kind: type = float
+) -> Callable[[str], Any]:
     """A parser of finite numbers from ``least`` to ``most``; ``above`` excludes ``least``."""
-    limit = f"above {least:g}" if above else _range(least, most)
+    what = "a number" if kind is float else "a whole number"
+    limit = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+    limit = f"above {least:g}" if above else limit
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and least <= value <= most) or (above and value == least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {limit}; write {example}")
+        if not (least <= value <= most and value < math.inf) or (above and value == least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} {limit}; write {example}")
         return value
 
     return parse
@@ -43,10 +37,6 @@ def numbers(example: str) -> Callable[[str], tuple[float, ...]]:
     """A parser of positive numbers separated by commas."""
     one = number(example, above=True)
     return lambda text: tuple(one(word) for word in text.split(","))
-
-
-def _range(least: float, most: float) -> str:
-    return f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
 
 
 def directory_path(text: str) -> str:
@@ -75,18 +65,14 @@ def add_out(
     parser: argparse._ActionsContainer,
     what: str,
     default: str | None = None,
-    kind: Callable[[str], str] | None = None,
-    old: str | None = None,
+    kind: Callable[[str], str] = file_path,
 ) -> None:
     """Add ``-o`` and ``--out``, the one option of all commands for the place of their output.
 
-    ``what`` is written there; ``kind`` is ``file_path`` (default) or ``directory_path``, and ``old`` an earlier name.
+    ``what`` is written there; ``kind`` is ``file_path`` or ``directory_path``.
     """
-    kind = kind or file_path
     metavar = "FOLDER" if kind is directory_path else "FILE"
     parser.add_argument("-o", "--out", type=kind, metavar=metavar, default=default, help=f"where to write: {what}")
-    if old is not None:
-        parser.add_argument(old, dest="out", type=kind, help=argparse.SUPPRESS)
 
 
 def flag(name: str) -> str:

@@ -9,8 +9,9 @@ import jax
 
 from jaxche.cli._result import MAX_RANKS, metric_text, metric_title, percent
 from jaxche.cli._tasks import Task
+from jaxche.distributed import process_group
 from jaxche.messages import per_rank
-from jaxche.reports import History, RoundInfo
+from jaxche.reports import History, MetricsLog, RoundInfo
 from jaxche.training import Trainer, TrainerState
 
 # Seconds between two printed rounds. A round of `sync` is one batch, so fewer of them are printed.
@@ -43,15 +44,19 @@ class Progress:
     def __init__(self, trainer: Trainer, task: Task, epochs: int, folder: Path):
         self._trainer, self._task, self._epochs = trainer, task, epochs
         self._gap_s = _SYNC_GAP_S if trainer.policy == "sync" and trainer.world_size > 1 else _GAP_S
-        self._path = folder / "history.jsonl"
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
         # The rounds on file; those of an earlier start are read before the first one of this start.
-        self._history = History()
+        self._log, self._history = MetricsLog(process_group(), folder), History()
         self._last_print = float("-inf")
 
     def __call__(self, state: TrainerState, info: RoundInfo) -> None:
+        if not self._history or info.round <= self._history[-1].round:  # a run that resumes repeats its last rounds
+            self._history = self._log.truncate(info.round)
+        self._history.append(info)
+        self._log.append(info)
         if jax.process_index() != 0:
             return
-        self._write(info)
         now = time.perf_counter()
         if now - self._last_print >= self._gap_s:
             self._last_print = now
@@ -60,14 +65,3 @@ class Progress:
             metric = self._task.metric
             shown = f"{metric_title(metric)} {metric_text(metric, info.validation[metric])}"
             print_once(f"epoch {info.epoch + 1} of {self._epochs}: {shown} after {self._history.seconds:.1f} s")
-
-    def _write(self, info: RoundInfo) -> None:
-        if not self._history or info.round <= self._history[-1].round:
-            # A run that resumes repeats its last rounds: remove their lines.
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            earlier = History.from_json(self._path, skip_damaged=True) if self._path.exists() else ()
-            self._history = History(one for one in earlier if one.round < info.round)
-            self._history.to_json(self._path)
-        self._history.append(info)
-        with self._path.open("a", encoding="utf8") as file:
-            file.write(History([info]).to_json())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from jaxche.averaging import path_names
 from jaxche.cli._command import print_error
 from jaxche.cli._progress import print_once
 from jaxche.cli._run_folder import read_params
-from jaxche.cli._settings import cadence, policies, trainer_options
+from jaxche.cli._settings import trainers
 from jaxche.cli._tasks import load
 from jaxche.distributed import PACE_MS, process_group
 from jaxche.reports import History
@@ -54,12 +53,12 @@ def _refuse_changed_ranks(folder: Path) -> None:
         raise ValueError(
             f"--replay {folder}: there is no history.jsonl of its rounds; write e.g. --replay runs/first"
         ) from None
-    for before, info in itertools.pairwise(rounds):
-        if len(info.counts) != len(before.counts):
-            raise ValueError(
-                f"--replay {folder}: the number of ranks changed from {len(before.counts)} to {len(info.counts)} at "
-                f"round {info.round}, and a replay needs a constant number; write the folder of another run"
-            )
+    if len(last := rounds.last_ranks) < len(rounds):
+        before = rounds[-len(last) - 1]
+        raise ValueError(
+            f"--replay {folder}: the number of ranks changed from {len(before.counts)} to {len(last[0].counts)} at "
+            f"round {last[0].round}, and a replay needs a constant number; write the folder of another run"
+        )
 
 
 def replay(args: argparse.Namespace) -> None:
@@ -68,9 +67,8 @@ def replay(args: argparse.Namespace) -> None:
     os.environ.pop(PACE_MS, None)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     record = History.from_json(folder / "history.jsonl")
-    (policy,) = policies(args)
-    che = cadence(args, len(devices()))
-    trainer = Trainer(task.loss_fn, task.tx, che=che, **trainer_options(args, policy))
+    che, [options] = trainers(args, len(devices()))
+    trainer = Trainer(task.loss_fn, task.tx, che=che, **options)
     print_once(f"replaying {len(record)} rounds of {folder} on {len(devices())} x {devices()[0].device_kind}")
     state, again = trainer.replay(trainer.init(*task.init(args.seed)), task.data, record)
     difference = None

@@ -46,6 +46,11 @@ def policies(args: argparse.Namespace) -> tuple[str, ...]:
     return args.compare or (args.policy or "cadence",)
 
 
+def trainers(args: argparse.Namespace, world_size: int) -> tuple[ElChe | None, list[dict[str, Any]]]:
+    """The :func:`cadence`, and the :func:`trainer_options` of each policy."""
+    return cadence(args, world_size), [trainer_options(args, policy) for policy in policies(args)]
+
+
 def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
     """The cadence of the options; None is the default of the trainer."""
     from jaxche.cadence import ElChe

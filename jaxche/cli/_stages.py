@@ -43,7 +43,7 @@ def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
 
 
 def run_stages(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Train, or start the processes that train, with more variables ``env``, and return the exit code."""
+    """Train, or start the processes that train, with the variables ``env`` added, and return the exit code."""
     from jaxche.cluster import detect, launch
 
     n_stages = args.stages or _STAGES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,8 +77,8 @@ def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Tas
 
     images, labels = mnist_data()
     x = (images / 255.0).astype(np.float32).reshape(-1, 28, 28, 1)
-    data, test = _image_data(x, labels, 1000, batch_size, seed)
-    return _image_task("mnist", ConvNet((16, 32, 32), (2, 2, 1)), data, test, learning_rate, shift=1, epochs=10)
+    data = _image_data(x, labels, 1000, batch_size, seed)
+    return _image_task("mnist", ConvNet((16, 32, 32), (2, 2, 1)), *data, learning_rate, shift=1, epochs=10)
 
 
 def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
@@ -87,8 +88,8 @@ def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Ta
     rows = np.loadtxt(str(path), delimiter=",")
     images, labels = rows[:, :-1], rows[:, -1]
     x = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
-    data, test = _image_data(x, labels, 357, batch_size, seed)
-    return _image_task("digits", ConvNet((16, 32), (1, 2)), data, test, learning_rate, shift=0, epochs=8)
+    data = _image_data(x, labels, 357, batch_size, seed)
+    return _image_task("digits", ConvNet((16, 32), (1, 2)), *data, learning_rate, shift=0, epochs=8)
 
 
 def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
@@ -133,23 +134,23 @@ def _image_task(
         loss, accuracy = loss_and_accuracy(net.apply({"params": params}, batch["x"], train=False), batch["y"])
         return {"accuracy": accuracy, "loss": loss}
 
-    # Without jit this takes seconds.
-    start = jax.jit(lambda key, x: net.init(key, x, train=False))
-
-    def init(seed: int) -> tuple[Any, Any]:
-        return start(jax.random.key(seed), test.arrays["x"][:1])["params"], None
-
     return Task(
         name=name,
         data=data,
         test=test,
-        init=init,
+        init=_init(partial(net.init, train=False), test.arrays["x"][:1]),
         loss_fn=loss_fn,
         metric_fn=metric_fn,
         tx=optax.adam(2e-3 if learning_rate is None else learning_rate),
         epochs=epochs,
         metric="accuracy",
     )
+
+
+def _init(init: Callable[..., Any], x: np.ndarray) -> Callable[[int], tuple[Any, None]]:
+    """The ``init`` of a task, from that of a module and an input; without jit it would take seconds."""
+    jitted = jax.jit(init)
+    return lambda seed: (jitted(jax.random.key(seed), x)["params"], None)
 
 
 def _shifted(x: jax.Array, most: int, rng: jax.Array) -> jax.Array:
@@ -193,17 +194,11 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
     def loss_fn(params: Any, window: Any) -> jax.Array:
         return _text_loss(net.apply({"params": params}, window[:, :-1]), window)
 
-    # Without jit this takes seconds.
-    start = jax.jit(net.init)
-
-    def init(seed: int) -> tuple[Any, Any]:
-        return start(jax.random.key(seed), train[:1, :-1])["params"], None
-
     return Task(
         name="text",
         data=Batches(train, batch_size or BATCH_SIZE, seed),
         test=Batches(test, _TEST_BATCH_SIZE, seed=None),
-        init=init,
+        init=_init(net.init, train[:1, :-1]),
         loss_fn=loss_fn,
         metric_fn=lambda params, window: {"loss": loss_fn(params, window)},
         tx=optax.adam(LEARNING_RATE if learning_rate is None else learning_rate),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cli._command import Command, launcher
+from jaxche.cli._command import Command
 from jaxche.cli._nvidia import install_line
 from jaxche.cli._options import add_out, directory_path, flag, integer, non_default_options, number, numbers
 from jaxche.cli._run_folder import refuse_directory
@@ -18,12 +18,11 @@ from jaxche.cli._settings import (
     POLICIES,
     SCALING_RULES,
     TASKS,
-    cadence,
     pace_argument,
     policies,
     require,
     saves,
-    trainer_options,
+    trainers,
 )
 from jaxche.cli._stages import check_stages, run_stages
 
@@ -269,24 +268,27 @@ def _run(args: argparse.Namespace) -> int:
     require(args.task)
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
-    if launcher() != "none":
-        _check_name(args)
+    from jaxche.cluster import detect
+
+    launcher = detect(os.environ).launcher
+    if launcher != "none":
+        _check_name(args, launcher)
         _watch_for_hangs(args)
         from jaxche.cli._worker import work
 
         return work(args, name)
     processes, env = _processes(args)
-    _check(args, processes, Path(args.out) / name)
+    if not args.dry_run and not args.replay:
+        refuse_directory(Path(args.out) / name, args.out, saves(args))
+    trainers(args, processes)  # refuses options that exclude each other
     return _start(args, name, processes, env)
 
 
-def _check_name(args: argparse.Namespace) -> None:
+def _check_name(args: argparse.Namespace, launcher: str) -> None:
     """Require ``--name``: each process of a launcher, and each start of a job, would generate another one."""
     if saves(args) and not args.name:
         option = flag("checkpoint_every" if args.checkpoint_every else "max_restarts")
-        raise ValueError(
-            f"{option} needs a name that all {launcher()} processes have, in every start; write --name mine"
-        )
+        raise ValueError(f"{option} needs a name that all {launcher} processes have, in every start; write --name mine")
 
 
 def _watch_for_hangs(args: argparse.Namespace) -> None:
@@ -348,11 +350,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
 
 def _gpus() -> tuple[int, dict[str, str]]:
     """The number of GPUs that JAX can use, and the variables to set for the processes."""
-    from jaxche.cluster import count_gpus, default_platform, has_cuda
+    from jaxche.cluster import default_gpus, has_cuda
 
-    if default_platform(os.environ) != "cuda":
-        return 0, {}
-    gpus = count_gpus()
+    gpus = len(default_gpus(os.environ))
     if gpus and not has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
@@ -360,14 +360,6 @@ def _gpus() -> tuple[int, dict[str, str]]:
         )
         return 0, {"JAX_PLATFORMS": "cpu"}
     return gpus, {}
-
-
-def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
-    if not args.dry_run and not args.replay:
-        refuse_directory(folder, args.out, saves(args))
-    cadence(args, processes)
-    for policy in policies(args):
-        trainer_options(args, policy)
 
 
 def _compared(text: str) -> tuple[str, ...]:

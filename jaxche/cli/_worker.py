@@ -21,16 +21,7 @@ from jaxche.cli._progress import Progress, print_once, round_header
 from jaxche.cli._replay import replay
 from jaxche.cli._result import Result, result_from_history, table
 from jaxche.cli._run_folder import read_json, refuse_directory, write_atomic, write_policy, write_result
-from jaxche.cli._settings import (
-    TASKS,
-    auto_paces,
-    cadence,
-    check_paces,
-    default_ratios,
-    policies,
-    saves,
-    trainer_options,
-)
+from jaxche.cli._settings import TASKS, auto_paces, check_paces, default_ratios, saves, trainers
 from jaxche.cli._tasks import Task, load
 from jaxche.distributed import PACE_MS, process_group
 from jaxche.messages import per_rank
@@ -91,9 +82,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     world = len(devices())
     epochs = args.epochs or task.epochs
     try:
-        che = cadence(args, world)
+        che, options = trainers(args, world)
         paces, step_ms = _paces(args, task, start, world)
-        options = [trainer_options(args, policy) for policy in policies(args)]
     except ValueError as error:
         raise UsageError(str(error)) from error
     print_once(_header(task, start[0], epochs, paces, step_ms))

@@ -1,13 +1,14 @@
 """The names of the package, each of which is imported when it is first used."""
 
-from ._all_gather import all_gather_text as all_gather_text
+from ._all_gather import all_gather as all_gather
 from ._connect import PROXIES as PROXIES
 from ._detect import detect as detect
 from ._fake_devices import fake_devices
 from ._gpus import count_gpus
 from ._gpus import cuda_plugins as cuda_plugins
-from ._gpus import default_platform as default_platform
+from ._gpus import default_gpus as default_gpus
 from ._gpus import has_cuda as has_cuda
+from ._gpus import nvidia_smi as nvidia_smi
 from ._gpus import wants_gpus as wants_gpus
 from ._handshake import versions as versions
 from ._initialize import ClusterInfo, initialize

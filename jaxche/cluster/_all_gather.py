@@ -1,7 +1,8 @@
-"""An all-gather of texts over the coordination service of JAX."""
+"""An all-gather of JSON values over the coordination service of JAX, before there is a group."""
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -10,18 +11,18 @@ from jax._src import distributed as _jax_distributed
 from jaxche.messages import format_ranks
 
 
-def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = False) -> list[str]:
-    """Gather one text of each process on all processes, in their order; each process calls it once per name.
+def all_gather(name: str, value: Any, timeout_s: float, replacement: bool = False) -> list[Any]:
+    """Gather one JSON value of each process on all processes, in their order; each process calls it once per name.
 
-    A ``replacement`` of a dead process reads the texts of the others and does not wait.
+    A ``replacement`` of a dead process reads the values of the others and does not wait.
     """
     state: Any = _jax_distributed.global_state
     client, process_id = state.client, state.process_id
     key, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))
     deadline = time.monotonic() + timeout_s
     if replacement:
-        return [value for _, value in sorted((_values(client, key) | {process_id: text}).items())]
-    client.key_value_set(f"{key}/{process_id}", text)
+        return [own for _, own in sorted((_values(client, key) | {process_id: value}).items())]
+    client.key_value_set(f"{key}/{process_id}", json.dumps(value))
     try:
         # One barrier and one read of the directory. A read of each key takes 10⁸ messages with 10,000 processes.
         client.wait_at_barrier(key, wait_ms)
@@ -41,5 +42,5 @@ def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = 
     return [values[rank] for rank in sorted(values)]
 
 
-def _values(client: Any, key: str) -> dict[int, str]:
-    return {int(path.rpartition("/")[2]): text for path, text in client.key_value_dir_get(f"{key}/")}
+def _values(client: Any, key: str) -> dict[int, Any]:
+    return {int(path.rpartition("/")[2]): json.loads(text) for path, text in client.key_value_dir_get(f"{key}/")}

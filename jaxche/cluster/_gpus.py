@@ -33,7 +33,7 @@ def gpu_ids(environ: Mapping[str, str]) -> list[str]:
     if visible is not None:
         return visible
     # Numbers, because the driver has "GPU-????????-..." for a GPU that is not in use.
-    return [uuid for uuid, _ in parse_listing(_nvidia_smi())] or [str(i) for i in range(len(_driver_files()))]
+    return [uuid for uuid, _ in _listed()] or [str(i) for i in range(len(_driver_files()))]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -41,7 +41,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     visible = _visible(environ)
     if visible == []:
         return []
-    there = parse_listing(_nvidia_smi()) or _driver_files()
+    there = _listed() or _driver_files()
     return there if visible is None else [_gpu(word, there) for word in visible]
 
 
@@ -60,6 +60,11 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
             found.append((uuid, model))
         whole = kind == "GPU"
     return found
+
+
+def default_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The :func:`gpu_ids` if JAX's default devices are GPUs."""
+    return gpu_ids(environ) if default_platform(environ) == "cuda" else []
 
 
 def default_platform(environ: Mapping[str, str]) -> str:
@@ -102,12 +107,20 @@ def _gpu(word: str, there: list[tuple[str, str]]) -> tuple[str, str]:
     return next((gpu for gpu in there if gpu[0].startswith(word)), unlisted)
 
 
-def _nvidia_smi() -> str:
+def nvidia_smi(*options: str) -> tuple[int | None, str]:
+    """Exit code and output of ``nvidia-smi``; the code is None where the program is missing."""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return None, ""
+    except subprocess.TimeoutExpired:
+        return 124, "no answer in 30 s"
+    return done.returncode, done.stdout or done.stderr
+
+
+def _listed() -> list[tuple[str, str]]:
+    code, output = nvidia_smi("-L")
+    return [] if code else parse_listing(output)
 
 
 def _driver_files() -> list[tuple[str, str]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._all_gather import all_gather_text
+from jaxche.cluster._all_gather import all_gather
 from jaxche.cluster._gpus import default_platform, has_cuda, visible_gpus
 from jaxche.messages import format_ranks, odd_ones
 
@@ -64,15 +63,13 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
 
 
 def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) -> list[ProcessInfo]:
-    """Gather the values of all processes; ``replacement`` as in :func:`all_gather_text`."""
-    text = json.dumps(dataclasses.asdict(mine))
+    """Gather the values of all processes; ``replacement`` as in :func:`all_gather`."""
     try:
-        texts = all_gather_text("handshake", text, timeout_s, replacement)
+        return [ProcessInfo(**one) for one in all_gather("handshake", vars(mine), timeout_s, replacement)]
     except TimeoutError as error:
         raise TimeoutError(
             f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"
         ) from None
-    return [ProcessInfo(**json.loads(text)) for text in texts]
 
 
 def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:

@@ -8,8 +8,6 @@ which replicas merge, and the backend of the accelerators is local to each proce
 from __future__ import annotations
 
 import collections
-import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,18 +53,18 @@ def configure_platforms(processes: Sequence[ProcessInfo], mine: ProcessInfo, env
     return platform
 
 
-def describe_accelerators(platform: str | None) -> str:
-    """The accelerators of this process as JSON for :func:`register_devices`; starts JAX's backends."""
+def describe_accelerators(platform: str | None) -> list[dict[str, Any]]:
+    """The accelerators of this process as dicts for :func:`register_devices`; starts JAX's backends."""
     jax.devices()  # on every process, because the CPU backend waits for all
     own = [] if platform is None else jax.devices(platform)
-    return json.dumps([dataclasses.asdict(RemoteDevice(d.process_index, d.platform, d.device_kind, d.id)) for d in own])
+    return [vars(RemoteDevice(d.process_index, d.platform, d.device_kind, d.id)) for d in own]
 
 
-def register_devices(accelerators: Sequence[str], process_id: int, platform: str | None) -> None:
+def register_devices(accelerators: Sequence[Sequence[dict[str, Any]]], process_id: int, platform: str | None) -> None:
     """Set ``jaxche.devices()`` from the :func:`describe_accelerators` of all processes."""
     everywhere: list[Any] = []
-    for process, text in enumerate(accelerators):
-        remote = [RemoteDevice(**device) for device in json.loads(text)]
+    for process, listed in enumerate(accelerators):
+        remote = [RemoteDevice(**device) for device in listed]
         if not remote:
             everywhere += jax.local_devices(process)
         else:

@@ -20,7 +20,7 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
-from jaxche.cluster._all_gather import all_gather_text
+from jaxche.cluster._all_gather import all_gather
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
 from jaxche.cluster._detect import Detected, detect
 from jaxche.cluster._handshake import (
@@ -198,9 +198,8 @@ def initialize(
     if replacement and state.process_id == 0:
         start_cpu_client(state.client, _xla_bridge.backends)
     if why is not None:
-        text = describe_accelerators(platform)
-        texts = all_gather_text("devices", text, timeout_s, replacement)
-        register_devices(texts, state.process_id, platform)
+        accelerators = all_gather("devices", describe_accelerators(platform), timeout_s, replacement)
+        register_devices(accelerators, state.process_id, platform)
     group.launcher = found.launcher
     joined = _cluster_info(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", joined, state.coordinator_address)

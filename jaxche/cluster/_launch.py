@@ -32,7 +32,7 @@ from jaxche.distributed import (
     start_coordinator,
 )
 
-_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.
 _RANK_TIMEOUT_S = 120.0
 
@@ -112,10 +112,14 @@ def launch(
     """
     processes = whole_number("processes", processes, 1, "processes=2")
     on_cpu = whole_number("on_cpu", on_cpu, 0, "on_cpu=1")
-    _check(command, processes, on_cpu, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
     max_restarts = check_failures(max_restarts, hang_timeout_s)
-    _check_survivors(survivors, max_restarts)
-    _check_heartbeats(heartbeat_timeout_s, elastic)
+    _check_command(command, processes, on_cpu, pace_ms)
+    _check_times({"grace_s": grace_s, "term_grace_s": term_grace_s}, heartbeat_timeout_s, elastic)
+    if survivors and max_restarts < 2:
+        raise ValueError(
+            f"survivors=True with max_restarts={max_restarts}: a rank is removed after it failed first twice in a row. "
+            "Write: max_restarts=3"
+        )
     # This process may be a rank of another elastic run.
     base = {name: value for name, value in os.environ.items() if name not in (ELASTIC, LIVENESS)} | dict(env or {})
     if elastic:
@@ -219,26 +223,17 @@ def _signals() -> Iterator[queue.SimpleQueue[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = [getattr(signal, name) for name in _STOPPING if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
     # Keep ignored signals ignored: `nohup` ignores SIGHUP.
-    caught = [number for number in numbers if before[number] is not signal.SIG_IGN]
-    for number in caught:
-        signal.signal(number, lambda number, frame: received.put(number))
+    caught = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [signal.signal(number, lambda number, frame: received.put(number)) for number in caught]
     try:
         yield received
     finally:
-        for number in caught:
-            signal.signal(number, before[number])
+        for number, handler in zip(caught, before, strict=True):
+            signal.signal(number, handler)
 
 
-def _check(
-    command: Sequence[str],
-    processes: int,
-    on_cpu: int,
-    pace_ms: Sequence[float] | None,
-    seconds: Mapping[str, float],
-) -> None:
+def _check_command(command: Sequence[str], processes: int, on_cpu: int, pace_ms: Sequence[float] | None) -> None:
     if isinstance(command, str) or not command:
         raise ValueError(f'command={command!r} must be a list of words. Write: [sys.executable, "train.py"]')
     if on_cpu >= processes:
@@ -246,9 +241,6 @@ def _check(
             f"on_cpu={on_cpu!r} must leave one of processes={processes} for an accelerator. Write: on_cpu=1 with "
             "processes=2, or JAX_PLATFORMS=cpu for all of them"
         )
-    for name, value in seconds.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} must be seconds, 0 or more. Write: {name}=5")
     if pace_ms is None:
         return
     if len(pace_ms) != processes:
@@ -261,15 +253,10 @@ def _check(
             raise ValueError(f"pace_ms={list(pace_ms)!r}: {pace!r} must be positive milliseconds.")
 
 
-def _check_survivors(survivors: bool, max_restarts: int) -> None:
-    if survivors and max_restarts < 2:
-        raise ValueError(
-            f"survivors=True with max_restarts={max_restarts}: a rank is removed after it failed first twice in a row. "
-            "Write: max_restarts=3"
-        )
-
-
-def _check_heartbeats(heartbeat_timeout_s: float | None, elastic: bool) -> None:
+def _check_times(graces: Mapping[str, float], heartbeat_timeout_s: float | None, elastic: bool) -> None:
+    for name, value in graces.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r} must be seconds, 0 or more. Write: {name}=5")
     if heartbeat_timeout_s is None:
         return
     if not elastic:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from jax._src import distributed as _jax_distributed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxche.cluster._all_gather import all_gather_text
+from jaxche.cluster._all_gather import all_gather
 
 _BARRIERS, _REPEATS = 8, 7
 
@@ -74,8 +73,7 @@ def clocks(timeout_s: float) -> list[Clock]:
         entered = time.time()
         client.wait_at_barrier(f"jaxche/clocks/{number}", max(1, int(1e3 * timeout_s)))
         times.append((entered, time.time()))
-    texts = all_gather_text("clocks", json.dumps(times), timeout_s)
-    return compare_clocks([json.loads(text) for text in texts])
+    return compare_clocks(all_gather("clocks", times, timeout_s))
 
 
 def compare_clocks(times: Sequence[Any]) -> list[Clock]:

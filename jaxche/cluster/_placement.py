@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 
-from jaxche.cluster._gpus import default_platform, gpu_ids
+from jaxche.cluster._gpus import default_gpus, default_platform
 from jaxche.cluster._xla_flags import with_flags
 from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PACE_MS, PROCESS_ID
 
@@ -52,7 +52,7 @@ _SHARED_CPU = Placement(platform="cpu", shared_cpu=True)
 def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 0) -> list[Placement]:
     """Assign each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU."""
     platform = default_platform(environ)
-    ids = gpu_ids(environ) if platform == "cuda" else []
+    ids = default_gpus(environ)
     _check_number(processes, len(ids))
     if platform == "cpu" or not (ids or environ.get("JAX_PLATFORMS")):
         if on_cpu:

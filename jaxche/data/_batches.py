@@ -100,7 +100,7 @@ def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size
 
 
 def reading(sequence: Any) -> Callable[[int], Any]:
-    """A function that reads a batch, which the source does not change when it reads the next one into its arrays."""
+    """A function that reads a batch; it copies the arrays of sources that may read the next batch into them."""
     if type(sequence) in (Batches, list, tuple):
         return sequence.__getitem__
 
@@ -256,7 +256,7 @@ _SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads with the settings that JAX has in that of the caller."""
+    """Threads whose calls have the JAX settings of the thread that submits them."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         values = [(context, getattr(jax.config, name)) for name, context in _SETTINGS.items()]
@@ -422,7 +422,7 @@ class Feed:
     """The batches of the steps of one replica in one round, in order; a step may join pieces of batches.
 
     Attributes:
-      taken: the batches, and their rows, of the batch that was last taken.
+      taken: the batches, and their rows, that are joined in the batch that was last taken.
       divides: whether a step on pieces of unlike shapes yields a batch for each shape, and is not refused.
       ends_step: whether the batch that was last taken is the last of its step.
     """

@@ -86,7 +86,7 @@ class Reader(Protocol):
         ...
 
     def ended(self, plan: RoundPlan, state: DataState, steps: int) -> int:
-        """Not 0 if the epoch ends with a round of these steps of the local ranks, although its plan does not say so."""
+        """Not 0 if the epoch ends with this round (``steps`` of the local ranks) and the plan does not say so."""
         ...
 
     def advance(

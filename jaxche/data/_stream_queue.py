@@ -47,7 +47,7 @@ class StreamQueue:
         self._epoch = -1
         self._target: Place | None = None  # to open before the next batch is read
         self._batches: dict[int, Any] = {}  # that are ready
-        # To read; and the lowest batch from which on all are ready or to be read.
+        # The next batch to read, and the first of those that are ready or still to be read.
         self._next = self._lowest = 0
         self._length: int | None = None  # batches in the epoch, once its end is read
         self._states: dict[Key, Any] = {}  # of the iterator, by the epoch and the number of batches before it
@@ -97,7 +97,7 @@ class StreamQueue:
         return feeds
 
     def left(self, count: int) -> int:
-        """The number of batches in the next ``count``: fewer at the end of the epoch. Before the start of a round."""
+        """How many of the next ``count`` batches the epoch still has; to be called before a round starts."""
         with self._changed:
             first, self._limit = self._round_end, max(self._limit, count)
             self._wait_for(first + count - 1)

@@ -114,7 +114,7 @@ class StreamReader:
         """Do nothing: the queue reads on by itself."""
 
     def ended(self, plan: RoundPlan, state: DataState, steps: int) -> int:
-        """1 more than the batches in the epoch if it ends with a round of these steps of the local ranks, else 0."""
+        """1 more than the number of batches in the epoch if it ends with this round, else 0."""
         total = steps if self.is_sharded else plan.total
         length = self._queue.length(self._position(state).taken[self._own] + total)
         return 0 if length is None else 1 + length % 2**23

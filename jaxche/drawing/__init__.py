@@ -3,6 +3,7 @@
 from jaxche.drawing._lanes import Bar as Bar
 from jaxche.drawing._lanes import Lane as Lane
 from jaxche.drawing._lanes import lanes as lanes
+from jaxche.drawing._lanes import svg as svg
 from jaxche.drawing._style import COLOURS, figure_of, label_outside, logarithmic
 from jaxche.drawing._style import MERGE as MERGE
 from jaxche.drawing._style import WAIT as WAIT

@@ -29,19 +29,21 @@ class Lane(NamedTuple):
     bars: Sequence[Bar]
 
 
-def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
-    """Lanes of bars on one axis as an ``<svg>`` element, under a caption.
+def svg(width: int, height: int, parts: Sequence[str]) -> str:
+    """An ``<svg>`` element of these parts. Its text has the colour of the page, so that dark pages show it too."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
+    style = 'style="max-width:100%" font-family="sans-serif" font-size="12" fill="currentColor"'
+    return f"{head} {style}>{''.join(parts)}</svg>"
 
-    Text has the colour of the page, so that it is readable on dark pages too.
-    """
+
+def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
+    """Lanes of bars on one axis as an ``<svg>`` element, under a caption."""
     left = 12 + _CHAR * max((len(row.label) for row in rows), default=0)
     end = max((bar.start + bar.length for row in rows for bar in row.bars), default=0.0) or 1.0
     scale = (_WIDTH - left - 14) / end
     top = 24 if caption else 4
     bottom = top + len(rows) * (_LANE + _GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + _AXIS}" width="{_WIDTH}" '
-        'style="max-width:100%" font-family="sans-serif" font-size="12" fill="currentColor" role="img">',
         '<defs><pattern id="jaxche-wait" width="6" height="6" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{WAIT}"/>'
         '<line x1="0" y1="0" x2="0" y2="6" stroke="#888" stroke-width="2"/></pattern></defs>',
@@ -60,7 +62,7 @@ def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
         middle = y + _LANE / 2 + 4
         parts.append(f'<text x="{left - 7:.1f}" y="{middle}" text-anchor="end">{html.escape(row.label)}</text>')
         parts += [_bar(bar, left + bar.start * scale, bar.length * scale, y, middle) for bar in row.bars]
-    return "".join([*parts, "</svg>"])
+    return svg(_WIDTH, bottom + _AXIS, parts)
 
 
 def _bar(bar: Bar, x: float, length: float, y: float, middle: float) -> str:

@@ -83,7 +83,7 @@ def _chain(entries: Iterable[TracebackType]) -> TracebackType | None:
 
 
 def _is_expected(error: BaseException) -> bool:
-    """Whether the functions of the user raised it, or this package did, about something that the user gave."""
+    """Whether the user's functions raised the error, or this package raised it about an argument."""
     kinds = [_kind(entry) for entry in _entries(error.__traceback__)]
     if kinds and kinds[-1] == "own":
         return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -52,12 +52,12 @@ class Every:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        given = self._given()
         if len(given) != 1:
             shown = ", ".join(f"{name}={value!r}" for name, value in given.items()) or "nothing"
             raise ValueError(f"Every({shown}): give exactly one number, e.g. jaxche.Every(steps=1000)")
         ((name, value),) = given.items()
-        object.__setattr__(self, name, positive(f"{name}", value, f"jaxche.Every({name}=10)", whole=name != "seconds"))
+        object.__setattr__(self, name, positive(name, value, f"jaxche.Every({name}=10)", whole=name != "seconds"))
 
     def is_due(self, before: Reached, after: Reached) -> bool:
         """Whether a multiple of the number lies after ``before`` and not after ``after``.
@@ -66,14 +66,15 @@ class Every:
           before: how far the run was.
           after: how far it is now.
         """
-        return any(
-            getattr(after, field.name) // number > getattr(before, field.name) // number
-            for field in fields(self)
-            if (number := getattr(self, field.name)) is not None
-        )
+        ((name, number),) = self._given().items()
+        return getattr(after, name) // number > getattr(before, name) // number
 
     def __str__(self) -> str:
-        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None)
+        ((name, number),) = self._given().items()
+        return f"{name}={number}"
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def as_every(name: str, value: Any) -> Every | None:

@@ -82,7 +82,7 @@ class MetricsLog:
 
 
 def no_space(error: BaseException | None) -> str | None:
-    """The system's message if an error, or one of its causes, is for want of space on a disk; else None.
+    """The system's message if an error, or one of its causes, says that a disk is full; else None.
 
     Errors are those of the system and of the libraries that write.
     """

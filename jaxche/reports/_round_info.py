@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
@@ -122,9 +122,7 @@ class RoundInfo:
 
     def __eq__(self, other: object) -> bool:
         """Whether all values are equal. NaN equals NaN, so a round equals its copy from a file or another process."""
-        if not isinstance(other, RoundInfo):
-            return NotImplemented
-        return all(_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return plain(vars(self)) == plain(vars(other)) if isinstance(other, RoundInfo) else NotImplemented
 
     @property
     def batches(self) -> int:
@@ -177,14 +175,13 @@ class RoundInfo:
         return rounds_svg([self], caption)
 
 
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, float) and isinstance(y, float):
-        return x == y or (math.isnan(x) and math.isnan(y))
-    if isinstance(x, tuple) and isinstance(y, tuple):
-        return len(x) == len(y) and all(map(_equal, x, y))
-    if isinstance(x, dict) and isinstance(y, dict):
-        return x.keys() == y.keys() and all(_equal(value, y[name]) for name, value in x.items())
-    return x == y
+def plain(value: Any) -> Any:
+    """The values of a round as JSON has them: nan is None, and infinities are text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from jaxche.averaging import in_buckets
 from jaxche.sharding._layout import SHARD, Layout, Leaf
 
 # A collective synchronises all devices, however small the array; a bucket of leaves shares one, at the price of two
@@ -184,22 +185,10 @@ def _per_bucket(leaves: Sequence[Leaf], values: list[Any], of_bucket: Any, of_le
 
 def _buckets(leaves: Sequence[Leaf], values: list[Any], parts: int) -> list[list[int]]:
     """Indices of the leaves of each collective; ``parts``: number of ``values`` that make up a whole leaf."""
-    buckets: list[list[int]] = []
-    open_buckets: dict[Any, tuple[list[int], int]] = {}
-    for i, (leaf, x) in enumerate(zip(leaves, values, strict=True)):
-        if leaf.axis is None:
-            continue
-        size = parts * x.size * x.dtype.itemsize
-        if size > _SMALL_BYTES:
-            buckets.append([i])
-            continue
-        bucket, used = open_buckets.get(x.dtype, ([], 0))
-        if not bucket or used + size > _BUCKET_BYTES:
-            bucket, used = [], 0
-            buckets.append(bucket)
-        bucket.append(i)
-        open_buckets[x.dtype] = (bucket, used + size)
-    return buckets
+    cut = [i for i, leaf in enumerate(leaves) if leaf.axis is not None]
+    sizes = [parts * values[i].size * values[i].dtype.itemsize for i in cut]
+    kinds = [i if size > _SMALL_BYTES else values[i].dtype for i, size in zip(cut, sizes, strict=True)]
+    return [[cut[j] for j in bucket] for bucket in in_buckets(kinds, sizes, _BUCKET_BYTES)]
 
 
 def _offsets(sizes: list[int]) -> list[int]:

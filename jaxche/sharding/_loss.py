@@ -114,7 +114,7 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
 
 
 def loss_and_aux(result: Any) -> tuple[Any, Any]:
-    """The loss that a function returned, and what it returned beside it: without that, no metrics."""
+    """The loss that a function returned, and the metrics or outputs beside it; ``{}`` if it returned only the loss."""
     if not isinstance(result, tuple) or isinstance(result, Weighted):
         return result, {}
     if len(result) != 2:

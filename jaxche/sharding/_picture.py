@@ -6,12 +6,11 @@ import html
 import math
 from collections.abc import Mapping
 
-from jaxche.drawing import COLOURS, text_on
+from jaxche.drawing import COLOURS, WAIT, svg, text_on
 from jaxche.sharding._layout import Slicing
 
 # Sizes in pixels, and at most eight devices in a row and eight rows.
 _CELL, _ROW, _GAP, _LEFT, _MOST = 76, 15, 10, 10, 8
-_EMPTY = "#e8e8e8"
 
 
 def devices_svg(strategy: Slicing, axes: Mapping[str, int], names: list[str]) -> str:
@@ -28,11 +27,7 @@ def devices_svg(strategy: Slicing, axes: Mapping[str, int], names: list[str]) ->
     width = max(_LEFT + columns * (_CELL + _GAP) + 130, 7 * len(caption) + 10)
     bottom = 28 + rows * height
     below = _ROW if down > rows else 0
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + below - 2}" width="{width}" '
-        'style="max-width:100%" font-family="sans-serif" font-size="11" fill="currentColor" role="img">',
-        f'<text x="0" y="14" font-weight="bold" font-size="12">{html.escape(caption)}</text>',
-    ]
+    parts = [f'<text x="0" y="14" font-weight="bold">{html.escape(caption)}</text><g font-size="11">']
     for i in range(rows):
         y = 28 + i * height
         for j in range(columns):
@@ -52,7 +47,7 @@ def devices_svg(strategy: Slicing, axes: Mapping[str, int], names: list[str]) ->
     if below:
         left = f"{down - rows} more {'copy' if down == rows + 1 else 'copies'}"
         parts.append(f'<text x="{_LEFT}" y="{bottom + 8}">and {left}</text>')
-    return "".join([*parts, "</svg>"])
+    return svg(width, bottom + below - 2, [*parts, "</g>"])
 
 
 def _bar(name: str, sliced: bool, x: float, y: float, device: int, devices: int) -> str:
@@ -63,7 +58,7 @@ def _bar(name: str, sliced: bool, x: float, y: float, device: int, devices: int)
     colour = COLOURS[device % len(COLOURS)] if sliced else COLOURS[0]
     ink = "#000000" if sliced else text_on(colour)
     return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW - 3}" fill="{_EMPTY}"/>'
+        f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW - 3}" fill="{WAIT}"/>'
         f'<rect x="{x + start:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 3}" fill="{colour}"/>'
         f'<text x="{x + width / 2}" y="{y + 10}" text-anchor="middle" font-size="10" fill="{ink}">{name}</text>'
     )

@@ -14,6 +14,7 @@ import optax
 
 from jaxche.averaging import is_float
 from jaxche.cadence import whole_number
+from jaxche.messages import brief
 from jaxche.sharding._checks import batch_size as rows_of
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._strategy import Device, ShardingStrategy
@@ -155,7 +156,7 @@ def _step_of(made: Any) -> _Step:
         return _Step(first, tx, params, batch, model_state[0] if model_state else None, "the step is the given one")
     leaves = jax.tree.leaves(made)
     if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-        raise ValueError(f"the function returned {_described(made)}, and a plan needs a model; {_FORMS}")
+        raise ValueError(f"the function returned {brief(made)}, and a plan needs a model; {_FORMS}")
     return _parameters_step(made)
 
 
@@ -203,7 +204,7 @@ def _nnx_step(model: Any, inputs: Sequence[Any]) -> _Step:
 
 
 def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """The inputs that are arrays, and a function that puts others in their place among the inputs that are none."""
+    """The inputs that are arrays, and a function that puts given arrays in their place among all inputs."""
     is_array = [all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and x is not None for x in inputs]
     others = [None if array else x for x, array in zip(inputs, is_array, strict=True)]  # no tracers of the arrays
 
@@ -217,8 +218,3 @@ def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
 def _mean_square(output: Any) -> Any:
     floats = [x for x in jax.tree.leaves(output) if is_float(x)]
     return sum((jnp.mean(jnp.square(x.astype(jnp.float32))) for x in floats), jnp.float32(0.0))
-
-
-def _described(value: Any) -> str:
-    text = repr(value).splitlines()[0] if value is None or isinstance(value, str | int | float) else ""
-    return text[:60] or f"a {type(value).__name__}"

@@ -38,7 +38,7 @@ from jaxche.stages._store_run import (
     step_of,
     tag_key,
 )
-from jaxche.stages._wire import Tag, WireClosedError, check_timeout
+from jaxche.stages._wire import Tag, Wire, WireClosedError, check_timeout
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UPLOADS = 4  # parallel transfers; each reads its arrays, computes their checksum and writes them
@@ -131,7 +131,7 @@ class _Sent(NamedTuple):
     done: Future
 
 
-class StoreWire:
+class StoreWire(Wire):
     """The wire of one process through the objects of a run, which saves a state every ``save_every`` steps.
 
     The processes agree on the identity of the run at the first send or receive.

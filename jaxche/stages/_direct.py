@@ -92,7 +92,7 @@ class Pipeline:
         return Direct(self.timeout_s).wire(stages, n_stages, devices)
 
 
-class LocalWire:
+class LocalWire(Wire):
     """The wire between stages of one process: trees are copied from device to device, never through the host."""
 
     def __init__(self, devices: Sequence[Device]):
@@ -108,17 +108,8 @@ class LocalWire:
         # No timeout: a stage of this process that fails closes the wire, and a slow one is not an error.
         return self._mailbox.take(tag)
 
-    def publish(self, step: int, loss: Any) -> None:
-        """No other process reads the loss."""
-
     def read_loss(self, step: int) -> float:
         raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
-
-    def finish(self, step: int, state: Any = None) -> None:
-        """The wire keeps nothing of what was received."""
-
-    def rejoin(self, like_state: Any) -> None:
-        """Nothing survives the process."""
 
     def close(self) -> None:
         self._mailbox.close()

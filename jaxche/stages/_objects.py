@@ -34,7 +34,6 @@ _MAPPED_BYTES = 1 << 20
 # Each mapped file is an open file, of which a process may have some hundreds.
 _MAX_MAPPED = 64
 _MEMORY_LOCK = threading.Lock()
-_PROBE = b"jaxche was here"
 
 
 def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
@@ -44,9 +43,11 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
     ConnectionError if the test fails.
     """
     probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
-    _probe(open_store(url, {**probe_options, **options}), url, run)
+    probe(open_store(url, {**probe_options, **options}), url, f"{run}/probe")
     store = open_store(url, options)
-    return (Folder if _is_folder(store) else Objects)(store, url, run)
+    import obstore.store
+
+    return (Folder if isinstance(store, obstore.store.LocalStore) else Objects)(store, url, run)
 
 
 class Objects:
@@ -254,12 +255,6 @@ def _write_file(path: str, buffers: Sequence[Any]) -> None:
         write_all(functools.partial(os.writev, file.fileno()), buffers)
 
 
-def _is_folder(store: Any) -> bool:
-    import obstore.store
-
-    return isinstance(store, obstore.store.LocalStore)
-
-
 def _first_line(error: BaseException) -> str:
     """The message of an error without the dump of nested Rust errors that follows it."""
     return str(error).strip().split("\n")[0] or type(error).__name__
@@ -301,25 +296,37 @@ def open_store(url: str, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _probe(store: Any, url: str, run: str) -> None:
-    """Raise ConnectionError for a store that cannot write, read or delete, or that overwrites on a create."""
+def probe(store: Any, url: str, name: str, sizes: Sequence[int] = (16,)) -> list[tuple[float, float]]:
+    """Write, read and delete an object of each size; returns the seconds that writing and reading took.
+
+    Raises ConnectionError for a store that cannot do one of these, or that overwrites on a create.
+    """
     from obstore.exceptions import AlreadyExistsError, BaseError
 
-    key, tried = f"{run}/probe-{secrets.token_hex(16)}", "writing"
+    key, tried, times = f"{name}-{secrets.token_hex(16)}", "", []
     try:
-        store.put(key, _PROBE, mode="create", use_multipart=False)
-        tried = "reading"
-        read = bytes(store.get(key).bytes())
-        tried = "writing once more"
-        with contextlib.suppress(AlreadyExistsError):
-            store.put(key, _PROBE, mode="create", use_multipart=False)
-            raise BaseError("it does not honour conditional writes, so two writers would not notice each other")
-        tried = "deleting"
-        store.delete(key)
-        if read != _PROBE:
-            raise BaseError(f"read {read!r} where {_PROBE!r} was written")
+        for size in sizes:
+            tried, data, start = "writing", secrets.token_bytes(size), time.perf_counter()
+            store.put(key, data, mode="create", use_multipart=False)
+            tried, written = "reading", time.perf_counter()
+            read = bytes(store.get(key).bytes())
+            times.append((written - start, time.perf_counter() - written))
+            if read != data:
+                raise BaseError("other bytes came back")
+            tried = "writing once more"
+            with contextlib.suppress(AlreadyExistsError):
+                store.put(key, b"", mode="create", use_multipart=False)
+                raise BaseError(
+                    "it ignores conditional writes, so two writers would not notice each other; S3 and GCS have them"
+                )
+            tried = "deleting"
+            store.delete(key)
     except (BaseError, OSError, ValueError, NotImplementedError) as error:  # the last: no conditional writes
+        if tried not in ("writing", "deleting"):
+            with contextlib.suppress(BaseError, OSError):
+                store.delete(key)
         raise ConnectionError(
             f"DataStore cannot use {url}: {tried} {key} failed: {_first_line(error)}. Check that it exists and may be "
             "written; credentials come from the environment, or as options={...}"
         ) from error
+    return times

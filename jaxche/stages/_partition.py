@@ -191,9 +191,7 @@ class Partitioned:
         """
         with self._one_at_a_time:
             step = self._next_step if step is None else int(step)
-            plan, placed = self._prepare(params, batch)
-            results = self._run(plan, step, placed, batch)
-            loss = self._broadcast_loss(step, results)
+            _, results, loss = self._run(step, params, batch)
             self._open_wire().finish(step)
         return loss, self._by_stage({stage: result.grads for stage, result in results.items()})
 
@@ -263,9 +261,7 @@ class Partitioned:
         step = int(state.step)
         opt_states = {s: jax.device_put(state.opt_state[s], self.devices[s]) for s in self._local}
         with self._one_at_a_time:
-            plan, placed = self._prepare(state.params, batch)
-            results = self._run(plan, step, placed, batch)
-            loss = self._broadcast_loss(step, results)
+            placed, results, loss = self._run(step, state.params, batch)
             states = {
                 s: self._update(results[s].grads, placed[s], opt_states[s], jax.device_put(loss, self.devices[s]))
                 for s in self._local
@@ -423,8 +419,9 @@ class Partitioned:
             programs[stage] = program if pace is None else PacedProgram(program, pace)
         return Plan(micro, SCHEDULES[self.protocol.schedule](last + 1, micro.count), programs)
 
-    def _run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
-        """Run one forward and backward through the stages of this process."""
+    def _run(self, step: int, params: Sequence[Any], batch: Any) -> tuple[dict[int, Any], dict[int, StageResult], Any]:
+        """One forward and backward through the stages of this process: their parameters, their results, the loss."""
+        plan, placed = self._prepare(params, batch)
         try:
             results = run_stages(plan, self._open_wire(), step, placed, batch)
         except BaseException:
@@ -434,7 +431,7 @@ class Partitioned:
             raise
         self._next_step = step + 1
         self.peak_activations = self._by_stage({stage: result.peak for stage, result in results.items()})
-        return results
+        return placed, results, self._broadcast_loss(step, results)
 
     def _broadcast_loss(self, step: int, results: dict[int, StageResult]) -> Any:
         """The loss, which the process of the last stage publishes to all others."""

@@ -26,7 +26,7 @@ from jaxche.distributed import Listener, aligned, connect, own_address
 from jaxche.sharding import Device
 from jaxche.stages._buffers import are_small_and_ready, on_device, write_all
 from jaxche.stages._stage import describe
-from jaxche.stages._wire import Mailbox, Tag
+from jaxche.stages._wire import Mailbox, Tag, Wire
 
 _LENGTH = struct.Struct(">I")
 _MAX_HEADER_BYTES = 1 << 20
@@ -34,7 +34,7 @@ _MAX_HEADER_BYTES = 1 << 20
 _INLINE_BYTES = 1 << 20
 
 
-class PeerWire:
+class PeerWire(Wire):
     """Sockets between neighbouring stages; between stages of one process trees stay on the devices.
 
     The coordination service carries addresses and losses. Sockets need no common order of transfers and no common
@@ -109,9 +109,6 @@ class PeerWire:
         """Wait until everything is sent: the process may end after its last step."""
         for outgoing in self._outgoing.values():
             outgoing.flush()
-
-    def rejoin(self, like_state: Any) -> None:
-        """Nothing survives the processes."""
 
     def close(self) -> None:
         atexit.unregister(self.close)

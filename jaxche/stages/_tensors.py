@@ -179,7 +179,7 @@ def _altered(key: str) -> DamagedObjectError:
 def _mismatch(header: bytes, expected: tuple[Leaf, ...], key: str) -> ValueError:
     """The first leaf that is not the expected one. The header is not trusted: it is only shown, and shortened."""
     try:
-        found = [f"{name or 'the only leaf'}: {dtype}{list(shape)}"[:200] for name, dtype, shape in json.loads(header)]
+        found = [str(Leaf(*leaf))[:200] for leaf in json.loads(header)]
     except (ValueError, TypeError, RecursionError):
         return DamagedObjectError(f"{key} was altered: its header cannot be read")
     for there, wanted in itertools.zip_longest(found, map(str, expected), fillvalue="no further leaf"):

@@ -44,7 +44,8 @@ class Wire(Protocol):
     """Send and receive of activations and gradients between the stages of one process and all other stages.
 
     Each tag is sent once and received once. Stages call the wire from one thread each, so it is thread-safe.
-    Trees hold arrays of any dtype. Gradients have ``None`` where the leaf of the activation is not float.
+    Trees hold arrays of any dtype. Gradients have ``None`` where the leaf of the activation is not float. A wire that
+    derives from this class inherits a :meth:`publish`, :meth:`finish` and :meth:`rejoin` that do nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp

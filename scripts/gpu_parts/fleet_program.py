@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,16 +19,14 @@ import numpy as np
 
 import jaxche
 from gpu_parts import workloads
-from gpu_parts.processes import write
+from gpu_parts.processes import program_parser, write
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = program_parser()
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--policy", default="cadence")
     parser.add_argument("--load", action="store_true")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     jaxche.initialize()
     write(args.out, jax.process_index(), Fleet(args).measure())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +9,7 @@ import jax
 import jaxche
 from gpu_parts import workloads
 from gpu_parts.context import is_out_of_memory
-from gpu_parts.processes import write
+from gpu_parts.processes import program_parser, write
 from gpu_parts.sharded import make
 from jaxche.sharding import NoShard, compare_strategies
 
@@ -19,13 +17,11 @@ _LARGEST = 1 << 20  # rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = program_parser()
     parser.add_argument("question", choices=("use", "limit", "plan", "largest"))
     parser.add_argument("--strategy", default="NoShard")
     parser.add_argument("--limit", type=int, default=0)
     parser.add_argument("--begin", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     workload = workloads.transformer(args.cpu)
     answer: dict[str, Any] = {"limit": statistics_of("bytes_limit")}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxche
-from gpu_parts.processes import write
+from gpu_parts.processes import program_parser, write
 from gpu_parts.workloads import Repeated
 from jaxche.sharding import local_devices
 
@@ -28,12 +26,10 @@ _COPIES = 7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = program_parser()
     parser.add_argument("--mb", required=True)
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--backend", default="host")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     jaxche.initialize()
     replicas, rows = jaxche.devices()[:2], []
@@ -69,17 +65,23 @@ def measure(mb: float, turns: int, backend: str, replicas: list[Any]) -> dict[st
 def between_processes(count: int) -> Callable[[], Any]:
     """An all-reduce of an array on the own device with that of the other process, through the host."""
     here = local_devices()[0]
-    host = next(device for device in jax.devices("cpu") if device.process_index == jax.process_index())
-    mesh = Mesh(np.array([one_of(process) for process in range(2)]), ("r",), axis_types=(AxisType.Auto,))
-    summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "r"), mesh=mesh, in_specs=P("r"), out_specs=P()))
+    host = one_of(jax.process_index())
+    sharding, summed = all_reduce([one_of(process) for process in range(2)])
     x = jax.device_put(np.ones((1, count), np.float32), here)
 
     def bare() -> None:
         local = jax.device_put(x, host)
-        whole = jax.make_array_from_single_device_arrays((2, count), NamedSharding(mesh, P("r")), [local])
+        whole = jax.make_array_from_single_device_arrays((2, count), sharding, [local])
         jax.device_put(summed(whole).addressable_data(0), here).block_until_ready()
 
     return bare
+
+
+def all_reduce(devices: list[Any]) -> tuple[NamedSharding, Callable[[Any], Any]]:
+    """The sharding of an array with a row on each device, and the sum of its rows."""
+    mesh = Mesh(np.array(devices), ("r",), axis_types=(AxisType.Auto,))
+    summed = jax.shard_map(lambda x: jax.lax.psum(x, "r"), mesh=mesh, in_specs=P("r"), out_specs=P())
+    return NamedSharding(mesh, P("r")), jax.jit(summed)
 
 
 def one_of(process: int) -> Any:
@@ -89,9 +91,8 @@ def one_of(process: int) -> Any:
 
 def between_devices(count: int, devices: list[Any]) -> Callable[[], Any]:
     """An all-reduce of an array on each of two devices of this process."""
-    mesh = Mesh(np.array(devices), ("r",), axis_types=(AxisType.Auto,))
-    x = jax.device_put(np.ones((2, count), np.float32), NamedSharding(mesh, P("r")))
-    summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "r"), mesh=mesh, in_specs=P("r"), out_specs=P()))
+    sharding, summed = all_reduce(devices)
+    x = jax.device_put(np.ones((2, count), np.float32), sharding)
     return lambda: summed(x).block_until_ready()
 
 

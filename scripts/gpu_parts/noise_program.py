@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,19 +11,17 @@ import optax
 
 import jaxche
 from gpu_parts import workloads
-from gpu_parts.processes import write
+from gpu_parts.processes import program_parser, write
 
 # All of the first rounds are measured, then every second or fourth: only whole cycles are compared.
 _FIRST_ROUNDS, _CYCLE = 8, 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = program_parser()
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--makes", type=int, required=True)
     parser.add_argument("--rules", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     jaxche.initialize()
     several = jax.process_count() > 1

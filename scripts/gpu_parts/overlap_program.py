@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ import optax
 
 import jaxche
 from gpu_parts import workloads
-from gpu_parts.processes import write
+from gpu_parts.processes import program_parser, write
 from jaxche.distributed import process_group
 
 # The first half of a round, beside which a merge runs, lasts somewhat longer than the merge.
@@ -23,10 +21,8 @@ _ROUNDS = 3  # of a turn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = program_parser()
     parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     if args.cpu:
         jax.config.update("jax_num_cpu_devices", 2)  # one trains, the other merges; beside a GPU it is there

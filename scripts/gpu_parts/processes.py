@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,6 +17,14 @@ from gpu_parts.context import Context
 ROOT = Path(__file__).resolve().parents[2]
 # A platform of CPU devices that JAX finds as it finds CUDA.
 STANDIN = ROOT / "tests" / "multiprocess" / "plugins"
+
+
+def program_parser() -> argparse.ArgumentParser:
+    """The parser of a program, with the options that :func:`program` and :func:`pair` add to its words."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cpu", action="store_true")
+    return parser
 
 
 def program(context: Context, module: str, *words: object, env: Mapping[str, str] | None = None) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,7 +14,7 @@ import numpy as np
 import optax
 
 import jaxche
-from gpu_parts.processes import write
+from gpu_parts.processes import program_parser, write
 from gpu_parts.workloads import Layers
 
 
@@ -59,14 +57,12 @@ class Last(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = program_parser()
     parser.add_argument("what", choices=("pipeline", "store"))
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--store")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     model = Model(CPU if args.cpu else CARD)
     if args.what == "pipeline":

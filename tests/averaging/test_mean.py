@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import measure_drift, psum_buckets, weighted_mean
-from jaxche.averaging._mean import _BUCKET_BYTES, _buckets
+from jaxche.averaging import in_buckets, measure_drift, psum_buckets, weighted_mean
+from jaxche.averaging._mean import _BUCKET_BYTES
 
 
 @jax.jit
@@ -108,7 +108,8 @@ def test_buckets_hold_every_leaf_once_and_stay_small():
     leaf = jax.ShapeDtypeStruct
     sizes = [1, _BUCKET_BYTES // 4 - 1, 5, 3 * _BUCKET_BYTES // 4, 7]
     leaves = [leaf((s,), jnp.float32) for s in sizes] + [leaf((3,), jnp.float16)]
-    buckets = _buckets(leaves)
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+    buckets = in_buckets([leaf.dtype for leaf in leaves], sizes, _BUCKET_BYTES)
     assert sorted(i for b in buckets for i in b) == list(range(6))
     for bucket in buckets:
         assert len({leaves[i].dtype for i in bucket}) == 1

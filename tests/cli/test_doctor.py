@@ -65,7 +65,7 @@ def test_gpus_of_several_kinds(monkeypatch, capsys):
 
 def test_unused_gpus(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: False)
     found = _doctor_devices.device_finding()
     assert "the driver shows 4 GPU(s), but JAX is installed without CUDA" in found.text
@@ -165,7 +165,8 @@ def test_a_store_is_opened_as_by_stages(tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])
 def test_invalid_store(url):
     found = _doctor_checks.store(url)
-    assert f"{url}: opening failed" in found.text
+    assert url in found.text
+    assert "names no store" in found.text or "making the folder failed" in found.text
     assert found.fix == "check the URL and credentials"
 
 

@@ -21,7 +21,7 @@ def smi(monkeypatch):
     """Answers for ``nvidia-smi``."""
 
     def answers(query, banner=(0, BANNER)):
-        monkeypatch.setattr(checks, "_nvidia_smi", lambda *options: query if options else banner)
+        monkeypatch.setattr("jaxche.cluster.nvidia_smi", lambda *options: query if options else banner)
 
     return answers
 

@@ -1,7 +1,5 @@
 """Runs on heterogeneous platforms."""
 
-import json
-
 import jax
 import pytest
 
@@ -78,12 +76,12 @@ def test_one_cpu_device_for_each_gpu(told, monkeypatch):
 def test_devices_of_all_processes(devices, monkeypatch):
     heard = []
     monkeypatch.setattr(module, "set_devices", heard.extend)
-    there = json.dumps([{"process_index": 1, "platform": "gpu", "device_kind": "L4", "id": 0}])
+    there = [{"process_index": 1, "platform": "gpu", "device_kind": "L4", "id": 0}]
     register_devices([describe_accelerators(None), there], 0, None)
     assert heard[:-1] == devices
     assert (heard[-1].process_index, heard[-1].device_kind) == (1, "L4")
     # On the process with the accelerators they are themselves; here CPU devices play them.
-    assert json.loads(describe_accelerators("cpu"))[1]["id"] == devices[1].id
+    assert describe_accelerators("cpu")[1]["id"] == devices[1].id
     heard.clear()
     register_devices([describe_accelerators("cpu")], 0, "cpu")
     assert heard == devices

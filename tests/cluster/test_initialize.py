@@ -198,10 +198,10 @@ def test_two_processes_on_one_gpu(monkeypatch, join):
     join(_member("NVIDIA L4", gpus=["GPU-aa"]), CUDA_VISIBLE_DEVICES="0")
     monkeypatch.setattr(module, "_environ", lambda: {"CUDA_VISIBLE_DEVICES": "0"})
     monkeypatch.setattr(handshake_module, "has_cuda", lambda: True)
-    monkeypatch.setattr("jaxche.cluster._gpus._nvidia_smi", lambda: "GPU 0: NVIDIA L4 (UUID: GPU-aa)")
+    monkeypatch.setattr("jaxche.cluster._gpus.nvidia_smi", lambda *_: (0, "GPU 0: NVIDIA L4 (UUID: GPU-aa)"))
     set_, begun = {}, []
     monkeypatch.setattr(jax.config, "update", set_.__setitem__)
-    monkeypatch.setattr(module, "describe_accelerators", lambda platform: begun.append(platform) or "[]")
+    monkeypatch.setattr(module, "describe_accelerators", lambda platform: begun.append(platform) or [])
     initialize(timeout_s=10)
     assert begun == ["cuda"]
     assert set_["jax_platforms"] == "cpu,cuda"

@@ -90,7 +90,7 @@ def test_the_command_line_becomes_a_command(words, command, monkeypatch):
 def test_options_reach_the_launch(monkeypatch):
     seen = {}
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
-    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     restarts = [
         "--max-restarts",
@@ -164,7 +164,7 @@ def test_errors_name_flags(words, write, capsys):
 
 
 def test_the_number_of_processes_that_train_on_the_cpu_is_not_that_of_the_gpus(monkeypatch, capsys):
-    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     args = _parse(__file__)
     assert args.command_object.run(args) == 2
@@ -175,7 +175,7 @@ def test_default_processes_with_on_cpu(monkeypatch):
     seen = {}
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
-    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     args = _parse("--on-cpu", "1", __file__)
     assert args.command_object.run(args) == 0
     assert (seen["processes"], seen["on_cpu"]) == (3, 1)

@@ -44,7 +44,7 @@ def test_a_container_without_nvidia_smi_has_gpus_too(monkeypatch, tmp_path):
 
 def test_visible_gpus(monkeypatch):
     plain = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA L4 (UUID: GPU-bb)\n"
-    monkeypatch.setattr("jaxche.cluster._gpus._nvidia_smi", lambda: plain)
+    monkeypatch.setattr("jaxche.cluster._gpus.nvidia_smi", lambda *_: (0, plain))
     h100, l4 = ("GPU-aa", "NVIDIA H100"), ("GPU-bb", "NVIDIA L4")
     assert visible_gpus({}) == [h100, l4]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == [l4]

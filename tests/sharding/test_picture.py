@@ -14,7 +14,7 @@ def widths(picture):
     """Widths of the coloured bars, by what is written on them."""
     root = ElementTree.fromstring(picture)
     found = {"params": set(), "grads": set(), "opt": set()}
-    for bar, text in itertools.pairwise(root):
+    for bar, text in itertools.pairwise(root.iter()):
         if text.tag == f"{SVG}text" and text.text in found and bar.tag == f"{SVG}rect":
             found[text.text].add(float(bar.get("width")))
     return found

@@ -116,7 +116,7 @@ def test_a_model_with_boxed_parameters(devices):
         (3, "make=int is not a function"),
         (lambda: None, "the function returned None, and a plan needs a model; write a function that returns param"),
         (lambda: "resnet", "the function returned 'resnet'"),
-        (dict, "the function returned a dict"),
+        (dict, "the function returned {}, and a plan needs"),
         (lambda: nn.Dense(3), "a linen model has no parameters without inputs; write: return model, x"),
         (lambda: (loss_fn, {"w": X}), "a step of 2 parts; write: return loss_fn, tx, params, batch"),
         (lambda: (loss_fn, 0.1, {"w": X}, {"x": X}), "tx=0.1 is not an optax transformation"),
