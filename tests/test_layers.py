@@ -86,6 +86,16 @@ def test_the_cadence_needs_no_jax():
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT.parent).returncode == 0
 
 
+def test_names_that_moved_say_where_they_are():
+    for name, place in jaxche._MOVED.items():
+        package, _, new = place.partition(":")
+        with pytest.raises(ImportError, match=f"write: from {package} import {new or name}$"):
+            getattr(jaxche, name)
+        assert hasattr(importlib.import_module(package), new or name)
+    with pytest.raises(ImportError, match=r"from jaxche\.reports import Advice"):
+        exec("from jaxche import Advice")
+
+
 def test_packages_need_no_import_of_their_own():
     program = "import jaxche; jaxche.reports.profile, jaxche.training.PaceError, jaxche.sharding.compare_strategies"
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT.parent).returncode == 0

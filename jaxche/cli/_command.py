@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Raise the error of words that no option takes, with the options that are spelt alike."""
-        known = [option for action in self._actions if action.dest != "help" for option in action.option_strings]
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+        known = [option for action in shown for option in action.option_strings]
         alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1, 0.7)]
         meant = f"; did you mean {' or '.join(dict.fromkeys(alike))}?" if alike else ""
         self.error(f"unrecognized arguments: {' '.join(words)}{meant}")

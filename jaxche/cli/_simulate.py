@@ -133,7 +133,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     group = parser.add_argument_group("files")
-    add_out(group, "a plot of the run, e.g. fleet.png; with --tuner both one file each (default: no plot)")
+    add_out(
+        group, "a plot of the run, e.g. fleet.png; with --tuner both one file each (default: no plot)", old="--plot"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:

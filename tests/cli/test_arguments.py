@@ -129,6 +129,8 @@ def test_out_alike_in_all_commands(command, capsys):
     # Python 3.13 names the value once.
     assert f"--out {kind} where to write: " in shown.replace(f"-o {kind}, ", "-o, ")
     assert "-o, --out" in shown.replace(f"-o {kind}, ", "-o, ")
+    assert "--plot" not in shown
+    assert make_parser().parse_args(["simulate", "--plot", "there"]).out == "there"
 
 
 @pytest.mark.parametrize(

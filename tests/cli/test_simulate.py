@@ -23,8 +23,9 @@ def test_ten_thousand_ranks(capsys):
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_both_tuners_and_their_plots(capsys, tmp_path):
-    words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", "-o", str(tmp_path / "fleet.png")]
+@pytest.mark.parametrize("option", ["-o", "--plot"])
+def test_both_tuners_and_their_plots(option, capsys, tmp_path):
+    words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", option, str(tmp_path / "fleet.png")]
     assert main(["simulate", *words]) == 0
     out = capsys.readouterr().out
     assert "tuner seed" in out
