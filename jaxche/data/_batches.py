@@ -31,6 +31,12 @@ def checked_length(data: Any) -> int:
             f"data is one array of shape {tuple(data.shape)}, each row of which would be a batch; write "
             "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
         )
+    several = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
+    if any(isinstance(one, Batches) for one in several):
+        raise ValueError(
+            f"data is a {type(data).__name__} of data sets, and one is expected; evaluate the others one by one, by "
+            "trainer.evaluate(state, other), also in a callback of fit"
+        )
     if (isinstance(data, Mapping) and 0 not in data) or (isinstance(data, tuple) and hasattr(data, "_fields")):
         names = list(getattr(data, "_fields", data))
         raise ValueError(

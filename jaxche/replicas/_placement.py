@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import Weighted
@@ -175,7 +175,7 @@ class DevicePlacement:
         return trees
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-        host = jax.tree.map(jnp.asarray, (params, model_state, opt_state))
+        host = jax.tree.map(_without_axes, (params, model_state, opt_state))
         return jax.jit(begin)(*jax.device_put(host, self._device))
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +191,13 @@ class DevicePlacement:
         # Passing NumPy arrays to the compiled call is several times faster than device_put.
         numpy = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch))
         return batch if numpy else jax.device_put(batch, self._device)
+
+
+def _without_axes(x: Any) -> Any:
+    """An array without explicit axes of a mesh, which its type keeps when ``device_put`` moves it to one device."""
+    x = jnp.asarray(x)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(x) if not is_key and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types else x
 
 
 # The named trees that every device holds whole.

@@ -18,6 +18,9 @@ from jaxche.sharding._checks import flax_kind
 # The names of a random key.
 RNG_NAMES = ("rng", "key")
 
+# Names of the labels of a batch, in a loss function that gets the arrays of a batch one by one.
+_LABELS = ("y", "label", "labels", "target", "targets")
+
 # The attributes of a TrainState.
 _TRAIN_STATE = ("params", "apply_fn", "apply_gradients", "opt_state", "tx", "step", "batch_stats")
 
@@ -106,6 +109,10 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
             line = f"bind other values: functools.partial({name}, {p.name}=...)"
             if "step" in p.name or "epoch" in p.name:
                 line = "let the number come with the batch, as in 'A weight that follows the steps' of docs/recipes.md"
+            elif p in by_position and p.name in _LABELS:
+                arrays = [one.name for one in by_position[1:] if one.name not in known and one.default is one.empty]
+                parts = ", ".join(f'batch["{one}"]' for one in arrays)
+                line = f"give the arrays of the batch: lambda {first}: {name}({first.partition(',')[0]}, {parts})"
             raise ValueError(
                 f"{name} takes ({', '.join(parameters)}), but {p.name!r} has no value; for a random key "
                 f"write def {name}({first}, rng), and {line}"

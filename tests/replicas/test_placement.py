@@ -297,3 +297,24 @@ def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
     set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
     make_placements(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_arrays_of_a_mesh_with_explicit_axes_start_a_run(devices, spec):
+    loss, params, data = make_problem()
+
+    def loss_fn(params, batch, model_state):
+        return loss(params, batch)[0], ({}, model_state)
+
+    on_mesh = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",), devices=devices[:2]), spec)
+    params = {name: x for name, x in params.items() if name != "scale"} | {"scale": np.ones(1, np.float32)}
+    tx, model_state = optax.adam(1e-2), {"key": jax.random.split(jax.random.key(0), 2), "mean": np.ones(2, np.float32)}
+    placed = {name: jax.device_put(x, on_mesh if len(x) % 2 == 0 else devices[0]) for name, x in params.items()}
+    trainer = jaxche.Trainer(loss_fn, tx, replicas=devices[:2], policy="sync", rows="equal")
+    given = [
+        trainer.init(params, model_state, tx.init(params)),
+        trainer.init(placed, jax.device_put(model_state, on_mesh), jax.tree.map(jnp.asarray, tx.init(placed))),
+    ]
+    ends = [trainer.fit(state, data, max_steps=4, progress=False)[0] for state in given]
+    chex.assert_trees_all_equal(*(trainer.params(state) for state in ends))
+    chex.assert_trees_all_equal(*(trainer.model_state(state)["mean"] for state in ends))

@@ -63,6 +63,12 @@ def test_arguments_without_a_value_are_refused():
             as_loss(loss_fn)
 
 
+def test_a_loss_of_the_arrays_of_a_batch_is_refused_with_the_line_to_write():
+    line = r"""lambda params, batch: loss_fn\(params, batch\["images"\], batch\["labels"\], batch\["mask"\]\)"""
+    with pytest.raises(ValueError, match=rf"'labels' has no value.*give the arrays of the batch: {line}$"):
+        as_loss(lambda params, images, labels, mask, rng, scale=1.0: params)
+
+
 def test_batch_size_is_the_common_leading_axis():
     assert batch_size({"x": np.ones((4, 2)), "y": np.ones(4)}) == 4
     with pytest.raises(ValueError, match=r"\['x'\]: 4, \['y'\]: 5"):

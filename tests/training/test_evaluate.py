@@ -203,6 +203,9 @@ def test_an_iterable_is_data_in_one_process(trained):
         trainer.evaluate(state, [], metric_fn)
     with pytest.raises(ValueError, match="data is a dict of 'x', 'y', not a sequence of batches"):
         trainer.evaluate(state, batches[0], metric_fn)
+    for several in ({"one": problem.data}, [problem.data] * 2):
+        with pytest.raises(ValueError, match=r"of data sets, and one is expected.* also in a callback of fit"):
+            trainer.fit(state, problem.data, validation=several, progress=False)
     with pytest.raises(ValueError, match="data is a int"):
         trainer.evaluate(state, 3, metric_fn)
 
