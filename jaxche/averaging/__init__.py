@@ -1,5 +1,6 @@
 """Means of trees over a named axis. Replicas that took different numbers of steps are merged into one."""
 
+from jaxche.averaging._mean import exchange as exchange
 from jaxche.averaging._mean import in_buckets as in_buckets
 from jaxche.averaging._mean import measure_drift, weighted_mean
 from jaxche.averaging._mean import psum_buckets as psum_buckets

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxche.averaging._mean import exchange
+
 # How the change of the parameters is sent, and the bits of a number; "float32" sends it as it is.
 WIRES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 # Numbers that share a scale. Smaller blocks round less and send more scales: 0.125 bits a number here.
@@ -213,7 +215,7 @@ def exchange_means(
     ]
     due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
     data = [pieces[0] for pieces in encode_all([[x] for x in due], wire)]
-    found = jnp.split(lax.all_gather(jnp.concatenate(data), axis_name), ends, axis=1)
+    found = jnp.split(exchange(jnp.concatenate(data), axis_name), ends, axis=1)
     means = [
         [decode(x, like.size, wire) for x, like in zip(_of_rows(one, pieces, size, wire), pieces, strict=True)]
         for one, pieces, size in zip(found, vectors, sizes, strict=True)

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxche.averaging import (
     blocks_size,
+    exchange,
     exchange_means,
     gather_means,
     is_float,
@@ -122,7 +123,7 @@ def coded_sums(delta: Any, residual: Residual, moments: dict[int, Any], payload:
         total, part = jax.tree.unflatten(structure, [rest[i] for i in range(len(leaves))]), None
     else:
         exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
-        total = psum_buckets(exact, AXIS)
+        total = psum_buckets(exact, AXIS, exchanges=True)
         found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
     weights = total["payload"]["weight"]
     means, sent = ([_joined(x, like) for x, like in zip(one, (due, kept), strict=True)] for one in found)
@@ -171,8 +172,8 @@ def _joined(vectors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
 def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:
     """Flags that are equal on all replicas: whether ``finite`` holds on all, and whether their parameters are equal.
 
-    A small all-reduce compares a checksum of the parameters. After a damaged message replicas could otherwise drift
-    apart unseen, or one could fail alone.
+    They exchange a checksum of the parameters. After a damaged message replicas could otherwise drift apart unseen, or
+    one could fail alone.
     """
     checksum = jnp.uint32(0)
     for x in filter(_is_real, jax.tree.leaves(params)):
@@ -181,9 +182,8 @@ def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:
         weights = 2 * lax.iota(jnp.uint32, x.size).reshape(x.shape) + 1
         checksum = 31 * checksum + jnp.sum(bits * weights, dtype=jnp.uint32)
     halves = jnp.stack([checksum & 0xFFFF, checksum >> 16]).astype(jnp.float32)  # exact
-    largest = lax.pmax(jnp.concatenate([halves, -halves, 1 - finite[None]]), axis_name)
-    agreed = jnp.all(largest[:2] == -largest[2:4])
-    return 1 - largest[4], agreed.astype(jnp.float32)
+    rows = exchange(jnp.append(halves, finite), axis_name)
+    return rows[:, 2].min(), jnp.all(rows[:, :2] == rows[0, :2]).astype(jnp.float32)
 
 
 def sent_bytes(program: Any) -> int:

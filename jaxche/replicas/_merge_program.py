@@ -341,10 +341,10 @@ class MergeProgram:
         start, measured = drop_replica_axis((start, measured))
         payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
         if "counts" not in start:
-            return {}, self._sum(payload)["table"]
+            return {}, psum_buckets(payload, AXIS, exchanges=True)["table"]
         old, new = start["counts"], measured["counts"]
         payload["counts"] = jnp.stack([b - a for a, b in zip(old, new, strict=True)]).astype(jnp.float32)[None]
-        total = self._sum(payload)
+        total = psum_buckets(payload, AXIS, exchanges=True)
         return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
 
     def _gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:

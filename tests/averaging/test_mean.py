@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import in_buckets, measure_drift, psum_buckets, weighted_mean
-from jaxche.averaging._mean import _BUCKET_BYTES
+from jaxche.averaging import exchange, in_buckets, measure_drift, psum_buckets, weighted_mean
+from jaxche.averaging._mean import _BUCKET_BYTES, _EXCHANGED_BYTES
 
 
 @jax.jit
@@ -121,6 +121,22 @@ def test_psum_buckets_keeps_shapes():
     total = jax.vmap(lambda t: psum_buckets(t, "r"), axis_name="r")(tree)
     assert jax.tree.map(jnp.shape, total) == jax.tree.map(jnp.shape, tree)
     np.testing.assert_array_equal(total["b"][0], np.full((4, 1), 8.0))
+
+
+def test_small_arrays_are_exchanged_and_their_sums_are_equal():
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.normal(size=(4, 2, 3)).astype(np.float32), "b": np.arange(4, dtype=np.int32)}
+    tree["large"] = np.ones((4, _EXCHANGED_BYTES // 4), np.float32)  # with a, too many for an exchange
+    tree["alone"] = np.arange(4, dtype=np.float16)
+
+    def total(exchanges):
+        return jax.jit(jax.vmap(lambda t: psum_buckets(t, "r", exchanges), axis_name="r"))
+
+    for one in (tree, {name: x for name, x in tree.items() if name != "large"}):
+        exchanged, summed = (total(exchanges)(one) for exchanges in (True, False))
+        chex.assert_trees_all_close(exchanged, summed, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_equal_dtypes(exchanged, one)
+    np.testing.assert_array_equal(jax.vmap(lambda x: exchange(x, "r"), axis_name="r")(tree["b"])[2], tree["b"])
 
 
 def test_an_unbound_axis_is_refused():

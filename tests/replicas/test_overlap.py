@@ -7,7 +7,9 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._overlap import exposed_ms
+from jaxche.replicas._schedule_counts import counts_of
 
 COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
 FLEET = jaxche.VirtualFleet([20, 50], sync_ms=100.0)
@@ -104,6 +106,21 @@ def test_the_first_round_has_nothing_to_correct_and_drift_is_of_the_merge_that_l
     assert infos[1].drift == pytest.approx(blocking[0].drift, rel=1e-5)
     assert state.in_flight is not None
     assert state.merged().in_flight is None
+
+
+def test_the_table_takes_one_trip_over_the_link(make, data):
+    """An all-reduce of four replicas takes six, which nothing hides."""
+    one = make(optax.adam(optax.linear_schedule(RATE, 0.0, 100)))
+    state, _ = one.round(one.init(jnp.zeros(3)), data, (1, 1))
+    merge, replicas = one._engine._merge, one._engine._replicas
+    carries = [replica.idle(local).carry for replica, local in zip(replicas, state.local_states, strict=True)]
+    measured = [{"sums": c.sums, "not_finite": c.not_finite, "counts": counts_of(c.opt_state)} for c in carries]
+    before = [{"counts": local.counts} for local in state.local_states]
+    mesh = one._engine._replica_mesh
+    arguments = mesh.stack(before), mesh.stack(measured), mesh.rows(np.zeros((2, len(HOST_COLUMNS)), np.float32))
+    text = merge._numbers.lower(*arguments).as_text()
+    found = [text.count(f"stablehlo.{name}") for name in ("all_to_all", "all_reduce", "all_gather")]
+    assert found == [1, 0, 0]
 
 
 def test_a_thread_merges_beside_steps_what_a_virtual_fleet_merges_at_once(make, data, same):
