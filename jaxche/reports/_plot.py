@@ -51,7 +51,7 @@ class _Run:
         self.seconds = np.cumsum([info.period_ms for info in infos]) / 1e3
         self.examples = np.cumsum([info.examples for info in infos])
         steps = np.maximum(self.counts.sum(axis=0), 1)
-        self.ranks = ranks_to_show(self.wall.sum(axis=0) / steps)
+        self.ranks = ranks_to_show((self.wall.sum(axis=0) / steps).tolist())
 
 
 def _rounds(axes: Any, run: _Run) -> None:

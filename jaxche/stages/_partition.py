@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 
 from jaxche.cadence import whole_number
 from jaxche.messages import brief, short_traceback
@@ -301,7 +300,7 @@ class Partitioned:
         return f"{len(self._stages)} stages, {cut}"
 
     @short_traceback
-    def trace(self, params: Sequence[Any], batch: Any) -> ClosedJaxpr:
+    def trace(self, params: Sequence[Any], batch: Any) -> Any:
         """The jaxpr of all stages and the loss as one function, e.g. to compare the code of processes.
 
         Args:
