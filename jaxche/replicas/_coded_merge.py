@@ -187,7 +187,7 @@ def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:
 
 
 def sent_bytes(program: Any) -> int:
-    """The bytes that a replica sends in a traced merge, by ring algorithms: all its collectives over the replicas."""
+    """The bytes that a replica sends in all collectives of a traced merge; sums and gathers go around a ring."""
     return round(_sent(program.jaxpr, 1, 1))
 
 

@@ -338,8 +338,8 @@ class CheckpointManager(Hook):
                 own = None if isinstance(error, threading.BrokenBarrierError) else error
                 if own is not None:
                     own.add_note(
-                        f"a second run that writes to {self._folder} removes files of this one; did you start it "
-                        "twice? Another run needs another folder: checkpoints='runs/second'"
+                        f"if another run writes to {self._folder} too, each removes files of the other; give each a "
+                        "folder of its own, e.g. checkpoints='runs/second'"
                     )
                 self._group.raise_everywhere(own, self._group.process_index, f"the save of checkpoint {step}")
             self._discard(step)

@@ -21,6 +21,7 @@ from torchft.local_sgd import DiLoCo
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peers.task import Pace
+from slow_link import sent_bytes
 
 # The fragments of an arm. With two, each all-reduce runs beside half of the steps to the next one.
 FRAGMENTS = {"torchft DiLoCo": 1, "torchft Streaming DiLoCo": 2}
@@ -114,11 +115,6 @@ def measure(fragments: int, job: dict[str, Any], rank: int, address: str, port: 
         "mb": mb,
         "loss": loss,
     }
-
-
-def sent_bytes() -> int:
-    """Bytes that this machine has sent."""
-    return int(Path("/sys/class/net/veth0/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":

@@ -578,7 +578,7 @@ def test_another_error_of_a_save_is_raised(problem, devices, tmp_path, monkeypat
         trainer.fit(trainer.init(problem.params), problem.data, progress=False, checkpoints=tmp_path)
     assert missing(caplog, tmp_path) == []
     # Two runs in one folder fail in many ways.
-    assert any(f"a second run that writes to {tmp_path}" in note for note in caught.value.__notes__)
+    assert any(f"if another run writes to {tmp_path} too" in note for note in caught.value.__notes__)
 
 
 @expects_late_results
