@@ -32,9 +32,9 @@ highlight_language = "python"
 
 FOLDER = Path(__file__).parent
 # One page for the names of `jaxche` itself, one for each of its packages. `cli` is documented by `--help`, and
-# `distributed` and `replicas` serve the other packages.
+# `checkpoints`, `distributed` and `replicas` serve the other packages.
 PACKAGES = [f"jaxche.{module.name}" for module in pkgutil.iter_modules(jaxche.__path__) if module.ispkg]
-INTERNAL = {"jaxche.cli", "jaxche.distributed", "jaxche.messages", "jaxche.replicas"}
+INTERNAL = {"jaxche.checkpoints", "jaxche.cli", "jaxche.distributed", "jaxche.messages", "jaxche.replicas"}
 PACKAGES = ["jaxche", *(name for name in PACKAGES if name not in INTERNAL), "jaxche.scaling.noise_scale"]
 
 

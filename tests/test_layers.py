@@ -26,6 +26,7 @@ ORDER = (
     "stages",
     "cluster",
     "reports",
+    "checkpoints",
     "training",
     "cli",
 )

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import jax
 
+from jaxche.checkpoints import MetricsLog
 from jaxche.cli._result import MAX_RANKS, metric_text, metric_title, percent
 from jaxche.cli._tasks import Task
 from jaxche.distributed import process_group
 from jaxche.messages import per_rank
-from jaxche.reports import History, MetricsLog, RoundInfo
+from jaxche.reports import History, RoundInfo
 from jaxche.training import Trainer, TrainerState
 
 # Seconds between two printed rounds. A round of `sync` is one batch, so fewer of them are printed.

@@ -7,9 +7,9 @@ from jaxche.reports._every import Reached as Reached
 from jaxche.reports._every import as_every as as_every
 from jaxche.reports._every import positive as positive
 from jaxche.reports._history import History
+from jaxche.reports._history import read_record as read_record
 from jaxche.reports._history import text_rows as text_rows
-from jaxche.reports._metrics_log import MetricsLog as MetricsLog
-from jaxche.reports._metrics_log import no_space as no_space
+from jaxche.reports._history import warn_of_damage as warn_of_damage
 from jaxche.reports._round_info import RoundInfo
 
 # The names of the reference; the other names are for fit and its checkpoints.

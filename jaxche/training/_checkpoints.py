@@ -1,50 +1,28 @@
-"""Checkpoints: the folder and the frequency, and the manager that saves a run with Orbax and restores it."""
+"""Checkpoints of a fit: the folder and the frequency, and the hook that saves the run and restores it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import shutil
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from jaxche.cadence import ApplyPolicy, whole_number
+from jaxche.checkpoints import CheckpointWriter, MetricsLog, shared_folder
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
-from jaxche.reports import Every, MetricsLog, RoundInfo, no_space
-from jaxche.training._checkpoint_reader import CheckpointReader
-from jaxche.training._checksums import checksum_of_metadata, checksums
+from jaxche.reports import Every, RoundInfo
 from jaxche.training._hooks import Hook, Run
-from jaxche.training._orbax import align_operation_ids, barriers, close_manager, end_threads, handlers, spanning
+from jaxche.training._restore import Restore
 from jaxche.training._rounds import Rounds
-from jaxche.training._shared_folder import shared_folder
 from jaxche.training._state import Stop, TrainerState
-from jaxche.training._state_dict import (
-    FORMAT,
-    checkpoint_items,
-    installed_version,
-    leaf_shapes,
-    metadata,
-)
+from jaxche.training._state_dict import metadata
 
 _log = logging.getLogger("jaxche")
 
-# Limit for all processes to write their shards. The death of a process ends the wait earlier.
-_TIMEOUT_S = 3600
-# Orbax measures its own limit by the wall clock, which a suspended machine or a correction puts forward by days.
-_CENTURY_S = 100 * 365 * 24 * 3600
-# Seconds between two checks whether another process has failed.
-_POLL_S = 0.5
-# Waits of more than so many seconds, and than this part of the time, are logged.
-_MUCH_S, _MUCH = 20.0, 0.2
 # Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
 
@@ -120,35 +98,25 @@ class CheckpointManager(Hook):
     """Saves and restores the checkpoints of a fit; refuses a folder that processes cannot write or do not share."""
 
     def __init__(self, config: Checkpoints, trainer: Rounds, data: Any, every: Every | None = None):
-        try:
-            import orbax.checkpoint as ocp
-        except ImportError as error:
-            raise ImportError("checkpoints need Orbax: pip install 'jaxche[checkpoints]'") from error
         self._group = trainer._group
         if config.durable and self._group.elastic:
             raise ValueError(
                 "durable=True waits for all processes to write, and an elastic run continues without those that die: "
                 "the others have its parameters; leave durable out"
             )
-        self._ocp, self._config, self._trainer, self._source = ocp, config, trainer, data
-        self._batches = "a stream" if is_stream(data) else len(data)
+        self._config, self._trainer, self._data = config, trainer, data
         self._every = every  # in place of that of the config
         self._logged: RoundInfo | None = None
         self._folder = shared_folder(self._group, config.folder)
+        self._writer = CheckpointWriter(self._group, self._folder, config.keep)
         with self._group.errors_everywhere(self._group.process_index, "the reading of the data"):
-            self._data = trainer._engine.data_digest(data)
+            digest = trainer._engine.data_digest(data)
+        # What the run was made with, by name in the metadata.
+        batches = "a stream" if is_stream(data) else len(data)
+        self._source = {"batches": batches, "data": digest, "seed": trainer._settings.seed}
         self._log = MetricsLog(self._group, self._folder)
-        self._manager: Any = None
-        # The step of the last save that was started, and of the last one that a lost process did not finish.
-        self._started = self._abandoned = 0
-        # The step of the save in flight, or 0; the number of saves of the present members; and why the last one
-        # that ended left no checkpoint.
-        self._in_flight, self._saves, self._missing = 0, 0, ""
-        self._barrier, self._thread = self._group.thread_barrier("save-0"), threading.current_thread()
         self._sigterm = contextlib.ExitStack()
-        self._handles_sigterm = self._warned = self._warned_of_waits = False
-        # Seconds that training has waited for saves, of those since this time.
-        self._waited_s, self._opened = 0.0, time.monotonic()
+        self._handles_sigterm = self._warned = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -161,11 +129,11 @@ class CheckpointManager(Hook):
 
     def on_start(self, run: Run) -> None:
         """Restore the newest checkpoint, if it is of a later round than the state of the run."""
-        if self._manager is not None:  # this process was admitted, with the state of the others
+        if self._writer.is_open:  # this process was admitted, with the state of the others
             return
-        reader = CheckpointReader(self._folder, self._trainer, self._batches, self._data)
-        run.state = reader.newest(run.state)
-        if reader.is_of_other_data:
+        restore = Restore(self._trainer, self._folder, self._source)
+        run.state = restore.newest(run.state)
+        if restore.is_of_other_data:
             _log.warning(
                 "checkpoints=%r was made with other data of the same number of batches; %s",
                 str(self._folder),
@@ -173,7 +141,7 @@ class CheckpointManager(Hook):
                 if run.is_done
                 else "training continues with this data",
             )
-        self._manager = self._open()
+        self._writer.open()
         run.history = self._log.truncate(run.state.round)
         self._logged = run.history[-1] if run.history else None
         each = self._every is None and self._config.every in (None, 1)
@@ -190,9 +158,9 @@ class CheckpointManager(Hook):
             self._handles_sigterm = True
         self._append(info)
         if self._is_due(run, info) or info.stop or run.is_done:
-            with self._unless_lost("begun"):
+            with self._writer.unless_lost("begun"):
                 run.state = run.state.merged()  # a resumed run continues from there, and so does this one
-                self.save(run.state)
+                self._save(run.state)
         return False
 
     def _is_due(self, run: Run, info: RoundInfo) -> bool:
@@ -205,24 +173,21 @@ class CheckpointManager(Hook):
 
     def on_end(self, run: Run) -> None:
         self._append_last(run)
-        self._settle()
-        last = run.state.round
-        if last <= self._abandoned and not self._group.broadcast(last in self._manager.all_steps()):
-            self._abandoned = 0
-            self._discard(last)
-            self.save(run.state)
-            self._settle()
+        self._writer.settle()
+        if self._writer.discard_abandoned(run.state.round):
+            self._save(run.state)
+            self._writer.settle()
         for pause_s in _PAUSES_S:
-            if self._missing:
+            if self._writer.missing:
                 time.sleep(pause_s)
-                self.save(run.state)
-                self._settle()
+                self._save(run.state)
+                self._writer.settle()
         self._log.flush()
-        if self._missing:
+        if self._writer.missing:
             raise OSError(
-                f"the last checkpoint, {run.state.round}, is missing: {self._missing} in {self._folder}. Make space "
-                "there and start the run again: it continues from the newest checkpoint. The state of this run is in "
-                "trainer.last_good_state"
+                f"the last checkpoint, {run.state.round}, is missing: {self._writer.missing} in {self._folder}. Make "
+                "space there and start the run again: it continues from the newest checkpoint. The state of this run "
+                "is in trainer.last_good_state"
             )
 
     def _append(self, info: RoundInfo) -> None:
@@ -235,18 +200,11 @@ class CheckpointManager(Hook):
             self._append(run.history[-1])
 
     def on_admission(self) -> None:
-        self._settle()
+        self._writer.settle()
 
     def on_membership(self, run: Run, shrunk: bool) -> None:
         """Continue with the present members from the state of the run."""
-        self._in_flight, self._saves, self._missing = 0, 0, ""
-        if shrunk:
-            end_threads(cancels=True)
-            # Some processes may have started to save a round that is now repeated.
-            self._abandoned = max(self._group.all_gather(self._started))
-        else:
-            align_operation_ids(self._group)
-        self._manager = self._open()
+        self._writer.reopen(shrunk)
         kept = self._log.truncate(run.state.round)
         # The process that wrote the record may have died before it wrote the last rounds.
         last = kept[-1].round if kept else -1
@@ -257,137 +215,32 @@ class CheckpointManager(Hook):
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
         self._append_last(run)
-        self._settle()
-        self.save(run.state)
+        self._writer.settle()
+        self._save(run.state)
         if preempted:
-            self._settle()
-            if self._group.is_leader and not self._missing:
+            self._writer.settle()
+            if self._group.is_leader and not self._writer.missing:
                 _log.warning("preempted: saved after round %s", run.state.round - 1)
 
-    def save(self, state: TrainerState) -> None:
-        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written.
+    def close(self, kind: Any, error: Any, trace: Any) -> None:
+        """Wait until all saves are written, but not after the death of a process."""
+        if self._writer.is_open and not isinstance(error, PeerLostError):
+            self._writer.close(error)
 
-        All members call it together. If there is no space, the checkpoint is missing and the run continues.
-        """
-        if state.round in self._manager.all_steps() or state.round <= self._abandoned:
+    def _save(self, state: TrainerState) -> None:
+        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written."""
+        if not self._writer.begin(state.round):
             return
-        self._started = state.round
-        args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.local_states)
+        state_dict = self._trainer._engine.state_dict(state.local_states)
         trees = state_dict.trees()
-        if len(self._group.members) < 2 <= jax.process_count():
-            trees = jax.tree.map(spanning, trees)
-        meta = metadata(self._with_iterators(state)) | {
-            "format": FORMAT,
-            "jaxche": installed_version(),
-            "rows": state_dict.rows,
-            "leaves": leaf_shapes(trees),
-            "batches": self._batches,
-            "data": self._data,
-            "seed": self._trainer._settings.seed,
-        }
-        with self._unless_lost("begun"):
-            meta["checksums"] = checksums(trees, self._group)
-        meta["checksum"] = checksum_of_metadata(meta)
-        items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees).items()}
-        self._wait_for_last_save()
-        self._in_flight, self._saves = state.round, self._saves + 1
-        self._barrier = self._group.thread_barrier(f"save-{self._saves}")
-        with self._unless_lost("begun"), barriers(self._wait_for_others):
-            try:
-                self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
-            except threading.BrokenBarrierError:
-                pass  # it failed in another process, and all agree on how when they wait for its end
-            except BaseException:
-                self._barrier.abort()
-                raise
+        meta = metadata(self._with_iterators(state)) | {"rows": state_dict.rows} | self._source
+        self._writer.save(state.round, meta, trees)
         if self._config.durable:
-            self._settle()
-
-    def _wait_for_last_save(self) -> None:
-        """Wait until the save in flight has ended, and log once if training spends much of its time in that."""
-        began = time.monotonic()
-        self._settle()
-        now = time.monotonic()
-        self._waited_s += now - began
-        if self._waited_s > _MUCH_S and self._waited_s > _MUCH * (now - self._opened) and not self._warned_of_waits:
-            self._warned_of_waits = True
-            if self._group.is_first:
-                _log.warning(
-                    "training has waited %.0f of %.0f s for checkpoints to be written; save less often: "
-                    "trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))",
-                    self._waited_s,
-                    now - self._opened,
-                )
-
-    def _settle(self) -> None:
-        """Wait until the save in flight has ended; all members call it together, and agree on how.
-
-        If it failed for want of space, its checkpoint is missing. Any other error is raised.
-        """
-        if not self._in_flight:
-            return
-        step, self._in_flight = self._in_flight, 0
-        with self._unless_lost("finished"):
-            error = self._wait()
-            reports = self._group.all_gather(None if error is None else no_space(error) or "")
-            self._barrier.close()
-            self._missing = next((report for report in reports if report), "")
-            if reports.count(None) == len(reports):
-                return
-            if not self._missing:
-                own = None if isinstance(error, threading.BrokenBarrierError) else error
-                if own is not None:
-                    own.add_note(
-                        f"if another run writes to {self._folder} too, each removes files of the other; give each a "
-                        "folder of its own, e.g. checkpoints='runs/second'"
-                    )
-                self._group.raise_everywhere(own, self._group.process_index, f"the save of checkpoint {step}")
-            self._discard(step)
-
-    def _wait(self) -> Exception | None:
-        """Wait until the save in flight has ended in this process, and return its error."""
-        with ThreadPoolExecutor(1) as pool:
-            ended = pool.submit(self._manager.wait_until_finished)
-            while not wait([ended], _POLL_S).done:
-                if self._group.lost():
-                    end_threads(cancels=True)
-                # Threads may wait for folders that the first process was to make. The first process does not cancel:
-                # there Orbax would count the save as written, and delete older ones.
-                if self._barrier.is_broken and not self._group.is_first:
-                    self._manager._checkpointer.cancel()
-        try:
-            ended.result()
-        except Exception as error:
-            end_threads()
-            return error
-        return None
-
-    def _discard(self, step: int) -> None:
-        """Remove the files of a checkpoint whose save failed, and begin with a new manager."""
-        close_manager(self._manager)
-        self._group.barrier()  # none writes any more
-        if self._group.is_first:
-            for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
-            _log.warning(
-                "checkpoint %s is missing: %s in %s. Training continues, and the next save tries again. Make space "
-                "there, or keep fewer checkpoints: jaxche.Checkpoints(folder, keep=1)",
-                step,
-                self._missing or "a process did not write its part",
-                self._folder,
-            )
-        self._manager = self._open()
-
-    def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
-        """The barrier of Orbax's threads; they reach it at the end of a save, also of one that has failed."""
-        if sys.exc_info()[0] is not None and threading.current_thread() is not self._thread:
-            self._barrier.abort()
-        else:
-            self._barrier.wait(key.replace("/", "."), min(timeout_ms, 1e3 * _TIMEOUT_S))
+            self._writer.settle()
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
         """The state with the iterator states of all processes, if data is a stream that has them."""
-        reader = self._trainer._engine.reader(self._source)
+        reader = self._trainer._engine.reader(self._data)
         if state.stream is None or not isinstance(reader, StreamReader):
             return state
         iterator_state = None
@@ -400,49 +253,3 @@ class CheckpointManager(Hook):
                 self._warned = True
         gathered = [from_json(one) for one in self._group.all_gather(iterator_state)]
         return replace(state, stream=state.stream._replace(states=reader.states_of(gathered)))
-
-    def _open(self) -> Any:
-        group, options, settings, registry = self._group, self._ocp.options, {}, None
-        # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
-        sync = self._wait_for_others if group.num_processes > 1 else None
-        settings["async_options"] = options.AsyncOptions(timeout_secs=_CENTURY_S, barrier_sync_fn=sync)
-        is_first_quorum = group.quorum_id == "0"
-        if not is_first_quorum:
-            settings["multiprocessing_options"] = multiprocessing = options.MultiprocessingOptions(
-                primary_host=group.members[0],
-                active_processes=set(group.members),
-                barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
-            )
-            registry = handlers(multiprocessing)
-        options = self._ocp.CheckpointManagerOptions(
-            max_to_keep=self._config.keep,
-            # Remove unfinished checkpoints of dead processes only when a run starts.
-            cleanup_tmp_directories=is_first_quorum,
-            create=is_first_quorum,
-            **settings,
-        )
-        return self._ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
-
-    def close(self, kind: Any, error: Any, trace: Any) -> None:
-        """Wait until all saves are written, but not after the death of a process."""
-        if self._manager is None or isinstance(error, PeerLostError):
-            return
-        if error is None:
-            self._settle()
-        with self._unless_lost("finished"):
-            failed = close_manager(self._manager)
-            if failed is not None and not (error is not None and no_space(failed)):
-                raise failed
-
-    @contextlib.contextmanager
-    def _unless_lost(self, what: str) -> Iterator[None]:
-        """Log the failure of a save after the death of a process: in an elastic run the others have the state."""
-        try:
-            yield
-        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            # If only a connection broke, the next round makes a new one.
-            is_lost = isinstance(error, PeerLostError) or self._group.lost() or "Gloo" in str(error)
-            if not (self._group.elastic and is_lost):
-                raise
-            text = "checkpoint %s was not %s, the loss of a process was detected: %s"
-            _log.warning(text, self._started, what, str(error)[:300])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
+from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.data import StreamPosition, from_json, to_json
 from jaxche.replicas import LocalState, ReplicaMesh
 from jaxche.training._state import TrainerState
 
-FORMAT = 4  # of checkpoints
 # Fields of the state that are JSON.
 _FIELDS = (
     "round",
@@ -91,49 +88,6 @@ class StateDict:
         return name in self._own and rows.get(name) == self._world_size
 
 
-def to_nested(tree: Any) -> dict[str, Any]:
-    """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes.
-
-    Arrays without numbers are left out, because Orbax cannot save them. It joins the names of a path by dots.
-    """
-    found: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if 0 in leaf.shape:
-            continue
-        *folders, name = _names(path, ".")
-        inner = found
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[name] = leaf
-    return found
-
-
-def from_nested(like: Any, found: Mapping[str, Any]) -> Any:
-    """The inverse of :func:`to_nested`, with the structure of ``like``."""
-
-    def pick(path: Any, leaf: Any) -> Any:
-        if 0 in leaf.shape:
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: np.zeros(leaf.shape, leaf.dtype))
-        inner: Any = found
-        for name in _names(path, "."):
-            inner = inner[name]
-        return inner
-
-    return jax.tree.map_with_path(pick, like)
-
-
-def leaf_shapes(trees: Mapping[str, Any]) -> dict[str, str]:
-    """Shape and dtype of every leaf by its path, e.g. ``{"params/w": "float32[3,2]"}``."""
-    return {name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in leaf_names(trees)}
-
-
-def leaf_names(trees: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path, e.g. ``params/w``."""
-    for name, tree in trees.items():
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            yield "/".join((name, *_names(path, "/"))), leaf
-
-
 def metadata(state: TrainerState) -> dict[str, Any]:
     """The fields of a state that are not arrays, as JSON."""
     return {name: getattr(state, name) for name in _FIELDS} | {
@@ -168,26 +122,8 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
     return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _FIELDS})
 
 
-def installed_version() -> str:
-    """The installed version of jaxche."""
-    # Not from the metadata: a checkout on PYTHONPATH has none, or that of another version.
-    return sys.modules[__name__.partition(".")[0]].__version__
-
-
-def checkpoint_items(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of a checkpoint: ``params``, ``residual`` and ``state`` with all other trees, unless empty."""
-    own = {name: to_nested(trees[name]) for name in ("params", "residual") if name in trees}
-    rest = {name: to_nested(tree) for name, tree in trees.items() if name not in own}
-    return own | ({"state": rest} if rest else {})
-
-
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _names(path: Any, separator: str) -> tuple[str, ...]:
-    """The names of a path, which are joined by ``separator``."""
-    return tuple(escape_name(name, separator) for name in path_names(path) or ("value",))
 
 
 def _present(local: LocalState) -> dict[str, Any]:

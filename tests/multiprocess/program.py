@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.cadence import _wire_choice
+from jaxche.checkpoints import _shared_folder
 from jaxche.sharding import is_private
-from jaxche.training import _rounds, _shared_folder
+from jaxche.training import _rounds
 
 
 class Problem:

@@ -42,7 +42,7 @@ def test_a_death_is_detected_in_the_barriers_of_orbax(script, launcher, tmp_path
 # Rank 0 dies after the last merge: before it writes the line of the record, or while others wait for its folders.
 AT_THE_END = """
 import jax, jax.numpy as jnp, numpy as np, optax, jaxche
-from jaxche.reports import MetricsLog
+from jaxche.checkpoints import MetricsLog
 from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.multihost import multihost
 

@@ -24,12 +24,12 @@ import pytest
 from orbax.checkpoint._src.futures import future
 
 import jaxche
+from jaxche.checkpoints import MetricsLog, _writer
+from jaxche.checkpoints._metadata import FORMAT
 from jaxche.distributed import Group, PeerLostError
-from jaxche.reports import MetricsLog
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import _checkpoints
 from jaxche.training._checkpoints import CheckpointManager
-from jaxche.training._state_dict import FORMAT
 
 
 def noisy_loss(params, batch, rng, model_state):
@@ -633,8 +633,8 @@ def test_updates_of_exact_sync_share_the_checkpoint_of_a_second(problem, devices
 
 
 def test_long_waits_for_saves_are_logged_once(problem, devices, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(_checkpoints, "_MUCH_S", 0.0)
-    monkeypatch.setattr(_checkpoints, "_MUCH", 0.0)
+    monkeypatch.setattr(_writer, "_MUCH_S", 0.0)
+    monkeypatch.setattr(_writer, "_MUCH", 0.0)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     state, kept = trainer.init(problem.params), jaxche.Checkpoints(tmp_path, every=1)
     trainer.fit(state, problem.data, max_steps=16, progress=False, checkpoints=kept)
@@ -681,8 +681,8 @@ def test_a_death_in_the_last_save_ends_no_elastic_run(
     def fail():
         raise error
 
-    manager._manager = SimpleNamespace(wait_until_finished=fail, close=lambda: None)
-    manager._in_flight = 3
+    manager._writer._manager = SimpleNamespace(wait_until_finished=fail, close=lambda: None)
+    manager._writer._in_flight = 3
     monkeypatch.setattr(Group, "elastic", True)
     monkeypatch.setattr(Group, "lost", lambda self: died)
     if ends:

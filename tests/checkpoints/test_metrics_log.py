@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.checkpoints import MetricsLog, no_space
 from jaxche.distributed import Group
-from jaxche.reports import MetricsLog, no_space
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.training import _checksums as module
+from jaxche.checkpoints import _checksums as module
 
 
 def slow(host):

@@ -2,9 +2,8 @@
 
 import pytest
 
+from jaxche.checkpoints import _shared_folder, shared_folder
 from jaxche.distributed import Group
-from jaxche.training import _shared_folder
-from jaxche.training._shared_folder import shared_folder
 
 
 def test_it_is_made_and_left_clean(tmp_path, monkeypatch):

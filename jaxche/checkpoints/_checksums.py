@@ -1,11 +1,9 @@
-"""Checksums of a checkpoint: of its metadata, and of its arrays, however they are cut into shards."""
+"""Checksums of the arrays of a checkpoint, however they are cut into shards."""
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxche.checkpoints._trees import leaf_names
 from jaxche.distributed import Group
-from jaxche.training._state_dict import leaf_names
 
 _MODULUS = 1 << 64
 
@@ -70,9 +68,3 @@ def _bits(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint64)
     width = (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
     return lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint64)
-
-
-def checksum_of_metadata(meta: Mapping[str, Any]) -> int:
-    """The checksum of metadata as JSON, without the fields that are refused by name if they are wrong."""
-    value = {name: value for name, value in meta.items() if name not in ("format", "jaxche")}
-    return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())

@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from jaxche.distributed import Group
-from jaxche.reports._history import History, read_record, warn_of_damage
-from jaxche.reports._round_info import RoundInfo
+from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 
 _log = logging.getLogger("jaxche")
 

@@ -1,0 +1,128 @@
+"""Reads the newest checkpoint that all processes of a group can read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxche.checkpoints._checksums import checksums
+from jaxche.checkpoints._metadata import CorruptError, checked, refuse_other_format
+from jaxche.checkpoints._trees import from_nested, items_of
+from jaxche.distributed import Group
+
+_log = logging.getLogger("jaxche")
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint as it was read: its step, its metadata, and its named trees."""
+
+    step: int
+    meta: dict[str, Any]
+    trees: dict[str, Any]
+
+
+class CheckpointReader:
+    """Reads the checkpoints in a folder.
+
+    Each process reads by itself, because one that cannot read would make the others wait in a collective. Then they
+    compare.
+
+    Args:
+      group: the processes; all of them call :meth:`newest` together.
+      folder: that they share.
+      wanted: the shapes and shardings of the named trees to read, from the metadata of a checkpoint; it raises
+        ValueError to refuse one.
+    """
+
+    def __init__(self, group: Group, folder: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Any]]):
+        import orbax.checkpoint as ocp
+
+        self._ocp, self._group, self._folder, self._wanted = ocp, group, folder, wanted
+
+    def newest(self, after: int) -> Checkpoint | None:
+        """The newest checkpoint of a step later than ``after`` that all processes can read, or None."""
+        with contextlib.closing(self._manager()) as manager:
+            steps_seen = self._group.all_gather(sorted(manager.all_steps()))
+            if any(steps != steps_seen[0] for steps in steps_seen):
+                raise ValueError(
+                    f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({steps_seen}); "
+                    "give a folder that all machines share"
+                )
+            for step in reversed(steps_seen[0]):
+                if step <= after:
+                    break
+                found = self._read(manager, step)
+                if found is not None:
+                    return found
+        return None
+
+    def _manager(self) -> Any:
+        """An Orbax manager for this process only."""
+        options, own = self._ocp.options, self._group.process_index
+        alone = options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"jaxche-reader-{own}"
+        )
+        settings = self._ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
+        return self._ocp.CheckpointManager(self._folder, options=settings)
+
+    def _read(self, manager: Any, step: int) -> Checkpoint | None:
+        """A checkpoint, or None if some process cannot read it."""
+        args, error, refused = self._ocp.args, None, None
+        meta: dict[str, Any] = {}
+        wanted: dict[str, Any] = {}
+        trees: dict[str, Any] = {}
+        try:
+            meta = checked(manager.restore(step, args=args.Composite(run=args.JsonRestore())).run)
+            try:
+                refuse_other_format(meta, self._folder)
+                wanted = self._wanted(meta)
+            except ValueError as e:
+                refused = e
+        except Exception as e:
+            error = e
+            if not (self._folder / str(step) / "run").is_dir():
+                refused = ValueError(
+                    f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
+                )
+        self._group.raise_everywhere(refused, self._group.process_index, f"checkpoint {step}")
+        if self._unreadable(step, error):
+            return None
+        try:
+            items = {name: args.StandardRestore(item) for name, item in items_of(wanted).items()}
+            read = manager.restore(step, args=args.Composite(**items))
+            nested = {name: read[name] for name in items if name != "state"} | (read.state if "state" in items else {})
+            trees = {name: from_nested(tree, nested[name]) for name, tree in wanted.items()}
+        except Exception as e:
+            error = e
+        if self._unreadable(step, error) or self._unreadable(step, self._corrupt(trees, meta)):
+            return None
+        return Checkpoint(step, meta, trees)
+
+    def _corrupt(self, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> Exception | None:
+        """An error if arrays are not those that were saved; all processes call this together."""
+        saved = meta.get("checksums", {})  # missing if a process died while they were computed
+        here = checksums(trees, self._group) if saved else {}
+        wrong = [name for name, checksum in here.items() if saved.get(name) != checksum]
+        return CorruptError(f"the checksum of {wrong[0]} is wrong") if wrong else None
+
+    def _unreadable(self, step: int, error: Exception | None) -> bool:
+        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
+        errors = [
+            text
+            for text in self._group.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+            if text
+        ]
+        if not errors:
+            return False
+        # All wait for the rename before a save uses the name.
+        with self._group.errors_everywhere(self._group.process_index, f"checkpoint {step}"):
+            if self._group.is_first:
+                names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
+                aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+                _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
+                (self._folder / str(step)).rename(aside)
+        return True

@@ -1,0 +1,78 @@
+"""What a writer has saved a reader finds, without a trainer: the newest of the wanted trees, and nothing damaged."""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxche.checkpoints import CheckpointReader, CheckpointWriter
+from jaxche.distributed import Group
+
+META = {"round": 3, "why": "a test"}
+
+
+def trees(factor):
+    params = {"a.b": jnp.arange(6.0).reshape(2, 3) * factor, "a": {"b": jnp.ones(3, jnp.bfloat16) * factor}}
+    return {
+        "params": params,
+        "opt_state": (jnp.int32(factor), jax.random.key(factor), jnp.zeros((0, 2))),
+        "model_state": {"seen": jnp.array([True, False])},
+    }
+
+
+def wanted(meta):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trees(1))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder with the checkpoints 1, 2 and 4 of three states."""
+    writer = CheckpointWriter(Group(), tmp_path, keep=9)
+    writer.open()
+    for step in (1, 2, 4):
+        assert writer.begin(step)
+        writer.save(step, META | {"round": step}, trees(step))
+    assert not writer.begin(4)
+    writer.close(None)
+    return tmp_path
+
+
+def bits(tree):
+    keys = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+    return jax.tree.map(lambda x: (x.shape, x.dtype.name, np.asarray(x).tobytes()), keys)
+
+
+def test_the_newest_is_read_as_it_was_written(written):
+    found = CheckpointReader(Group(), written, wanted).newest(after=0)
+    assert found.step == 4
+    assert bits(found.trees) == bits(trees(4))
+    assert found.meta.items() >= (META | {"round": 4}).items()
+    assert found.meta["leaves"]["params/a.b"] == "float32[2,3]"
+
+
+def test_only_a_later_one_is_read(written):
+    assert CheckpointReader(Group(), written, wanted).newest(after=4) is None
+    assert CheckpointReader(Group(), written, wanted).newest(after=3).step == 4
+
+
+def test_a_damaged_one_is_set_aside_and_the_one_before_it_is_read(written, caplog):
+    for file in (written / "4" / "run").iterdir():
+        with contextlib.suppress(ValueError):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"why": "another"}))
+    found = CheckpointReader(Group(), written, wanted).newest(after=0)
+    assert found.step == 2
+    assert bits(found.trees) == bits(trees(2))
+    assert "checkpoint 4 cannot be read and is set aside as" in caplog.text
+    assert (written / "unreadable-4").is_dir()
+
+
+def test_one_that_is_not_wanted_is_refused_and_left_where_it_is(written):
+    def refuse(meta):
+        raise ValueError(f"round {meta['round']} is of another run")
+
+    with pytest.raises(ValueError, match="round 4 is of another run"):
+        CheckpointReader(Group(), written, refuse).newest(after=0)
+    assert (written / "4").is_dir()
