@@ -33,7 +33,8 @@ def from_nested(like: Any, found: Mapping[str, Any]) -> Any:
 
     def pick(path: Any, leaf: Any) -> Any:
         if 0 in leaf.shape:
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: np.zeros(leaf.shape, leaf.dtype))
+            empty = np.zeros(leaf.shape, leaf.dtype)
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, empty.__getitem__)
         inner: Any = found
         for name in _names(path, "."):
             inner = inner[name]

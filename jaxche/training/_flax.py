@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @short_traceback
 def linen_loss(
-    module: nn.Module, loss_fn: Callable[..., Any], rngs: Sequence[str] = ("dropout",)
+    module: nn.Module, loss_fn: Callable[..., Any], rngs: str | Sequence[str] = ("dropout",)
 ) -> Callable[..., tuple[Any, tuple[dict[str, Any], Any]]]:
     """A loss for the trainer from a linen module with any collections and random streams.
 
@@ -41,8 +41,8 @@ def linen_loss(
         ``(output, {"losses": ...})``, as of values that the module sows; leave that collection out of the model state,
         because sown values are added to those in it. It gets ``params=``, e.g. for an L2 penalty, and ``rng=`` (or
         ``key=``), a new key for every batch, if it names them.
-      rngs: names of the random streams the module draws from in training. Each call of ``apply`` gets keys of its own;
-        ``apply(..., rngs={"dropout": key})`` gives others.
+      rngs: names of the random streams the module draws from in training, or one name. Each call of ``apply`` gets
+        keys of its own; ``apply(..., rngs={"dropout": key})`` gives others.
 
     Returns:
       A function for ``jaxche.Trainer``. Start it with
@@ -72,18 +72,30 @@ def linen_loss(
       ['batch_stats']
     """
     from flax import linen as nn
-    from flax.errors import InvalidRngError
+    from flax.errors import InvalidRngError, ScopeCollectionNotFound
 
     if not isinstance(module, nn.Module):
         raise ValueError(f"module={brief(module)} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
-    wanted, names = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES)), tuple(rngs)
+    _check_function(loss_fn, "apply, batch")
+    wanted = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES))
+    names = (rngs,) if isinstance(rngs, str) else tuple(rngs)
 
     def call(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         collections = dict(model_state or {})
+        if "params" in collections:  # the module would compute with these, which no step changes
+            raise ValueError(
+                f"model_state has {', '.join(map(repr, collections))}, and 'params' are not a part of it; write "
+                'trainer.init(variables.pop("params"), model_state=variables)'
+            )
         streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}
         calls = itertools.count()
 
         def apply(*args: Any, mutable: str | Sequence[str] = (), rngs: Any = None, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], Mapping) and "params" in args[0] and {*args[0]} <= {"params", *collections}:
+                raise ValueError(
+                    "loss_fn calls apply with variables, which linen_loss supplies; leave them out: write "
+                    'apply(batch["x"])'
+                )
             variables, number = {"params": params, **collections}, next(calls)
             # As the streams of a model of nnx go on, so that e.g. two views of a batch have dropout of their own.
             keys = {name: jax.random.fold_in(key, number) if number else key for name, key in streams.items()}
@@ -94,6 +106,12 @@ def linen_loss(
                 )
             except InvalidRngError as error:
                 error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {names}: add the name to rngs=")
+                raise
+            except ScopeCollectionNotFound as error:
+                has = ", ".join(map(repr, collections)) or "no collections"
+                error.add_note(
+                    f"model_state has {has}: write trainer.init(variables.pop('params'), model_state=variables)"
+                )
                 raise
             collections.update({name: updated[name] for name in collections if name in updated})
             return (output, {name: updated[name] for name in wanted if name in updated}) if wanted else output
@@ -175,6 +193,7 @@ class NNXLoss:
             raise ValueError(
                 f"model={brief(model)} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
             )
+        _check_function(loss_fn, "model, batch")
         self._wanted = _wanted_keys(loss_fn)
         self._wrt = _wrt(optimizer, wrt)
         self._graph, self._params, self._frozen, self._rest = nnx.split(model, self._wrt, nnx.Param, ...)
@@ -260,7 +279,7 @@ class NNXLoss:
         from flax import nnx
 
         _check_form("params", self.params, params)
-        _check_form("model_state", self.model_state, model_state)
+        model_state = self._checked(model_state)
         own = jax.tree.map(lambda x: x, (self._params, self._frozen, self._rest))
         for variables, values in zip(own, (params, self.frozen, model_state), strict=True):
             nnx.replace_by_pure_dict(variables, values)
@@ -283,11 +302,21 @@ class NNXLoss:
         wanted = _wanted_keys(function)
 
         def call(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
-            model = self._with_keys(params, rng, nnx.traversals.flatten_mapping(model_state))
+            model = self._with_keys(params, rng, nnx.traversals.flatten_mapping(self._checked(model_state)))
             model.eval()
             return function(model, batch, **self._named_keys(wanted, rng))
 
         return call
+
+    def _checked(self, model_state: Any) -> Any:
+        """The model state; refuses one of another model, or None if the model has variables beside its parameters."""
+        if model_state is None and self.model_state:
+            raise ValueError(
+                f"model_state is None, and the model has variables beside its parameters, {brief(self.model_state)}; "
+                "write trainer.init(loss.params, loss.model_state)"
+            )
+        _check_form("model_state", self.model_state, model_state)
+        return {} if model_state is None else model_state
 
     def _with_keys(self, params: Any, rng: Any, before: dict[Any, Any]) -> nnx.Module:
         """The model with these variables and with random keys of a batch."""
@@ -308,7 +337,7 @@ class NNXLoss:
         from flax import nnx
 
         # The keys depend on the batch, not on the replica; the streams are returned unchanged.
-        before = nnx.traversals.flatten_mapping(model_state)
+        before = nnx.traversals.flatten_mapping(self._checked(model_state))
         model = self._with_keys(params, rng, before)
         named = self._named_keys(self._wanted, rng)
         loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
@@ -324,8 +353,13 @@ class NNXLoss:
             # Transformations such as nnx.remat return the parameters that they get as new arrays.
             code, after = jax.make_jaxpr(parameters_after, return_shape=True)(params, self.frozen)
             _warn_of_writes(code.jaxpr, after)
-        after = nnx.traversals.flatten_mapping(nnx.to_pure_dict(rest))
-        return loss, (metrics, nnx.traversals.unflatten_mapping(after | {path: before[path] for path in self._streams}))
+        after = nnx.traversals.flatten_mapping(nnx.to_pure_dict(rest)) | {path: before[path] for path in self._streams}
+        return loss, (metrics, None if model_state is None else nnx.traversals.unflatten_mapping(after))
+
+
+def _check_function(loss_fn: Any, takes: str) -> None:
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={brief(loss_fn)} is not a function; write def loss_fn({takes}): ... return loss")
 
 
 def _wanted_keys(function: Callable[..., Any]) -> list[str]:
@@ -385,6 +419,11 @@ def _wrt(optimizer: nnx.Optimizer | None, wrt: Any) -> Any:
 
     if optimizer is None:
         return nnx.Param if wrt is None else wrt
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise ValueError(
+            f"optimizer={brief(optimizer)} is no nnx.Optimizer; write nnx.Optimizer(model, tx, wrt=nnx.Param), or for "
+            "an optax optimizer jaxche.NNXLoss(model, loss_fn) and jaxche.Trainer(loss, tx)"
+        )
     if wrt is not None and wrt != optimizer.wrt:
         raise ValueError(
             f"wrt={_filter_name(wrt)}, but the optimizer is of {_filter_name(optimizer.wrt)}; leave wrt= out, or write "

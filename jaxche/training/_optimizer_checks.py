@@ -29,6 +29,16 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
         )
 
 
+def check_model_state_of(tx: optax.GradientTransformation, params: Any, model_state: Any) -> None:
+    """Refuse the state of the optimizer in the place of the model state, which would start the optimizer anew."""
+    found = jax.tree.structure(model_state)
+    if found.num_leaves and found == jax.tree.structure(jax.eval_shape(tx.init, params)) != jax.tree.structure(params):
+        raise ValueError(
+            f"model_state={brief(model_state)} is a state of tx; write trainer.init(params, opt_state=opt_state), or "
+            "with a model state trainer.init(params, model_state, opt_state)"
+        )
+
+
 def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
     """Refuse the state of a trainer with another optimizer."""
 

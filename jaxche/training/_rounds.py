@@ -38,6 +38,7 @@ from jaxche.training._checks import check_metrics_of_model
 from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
     check_accumulators,
+    check_model_state_of,
     check_opt_state,
     check_trajectory,
     check_unscaled,
@@ -144,6 +145,8 @@ class Rounds:
             check_metrics_of_model(settings.loss_fn)
         if model_state is not None and settings.staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
+        if model_state is not None:
+            check_model_state_of(tx, shapes, model_state)
         if opt_state is not None:
             check_opt_state(tx, shapes, opt_state, settings.staged)
         local_states = self._engine.placement(params, model_state, opt_state)

@@ -99,12 +99,13 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
     assert told(record[:middle]) == told(part)
 
 
-@pytest.mark.parametrize("replicas", [2, 1])
-def test_arrays_without_numbers_go_through_a_checkpoint(devices, tmp_path, same, replicas):
+@pytest.mark.parametrize(("replicas", "opt_state"), [(2, "average"), (2, "local"), (1, "average")])
+def test_arrays_without_numbers_go_through_a_checkpoint(devices, tmp_path, same, replicas, opt_state):
     data = [np.full((2, 2), i, np.float32) for i in range(4)]
 
     def run(replicas, epochs):
-        one = jaxche.Trainer(lambda p, x: ((x @ p["w"] - 1) ** 2).mean(), optax.adam(0.1), replicas=devices[:replicas])
+        options = {"opt_state": opt_state, "replicas": devices[:replicas]}
+        one = jaxche.Trainer(lambda p, x: ((x @ p["w"] - 1) ** 2).mean(), optax.adam(0.1), **options)
         state = one.init({"w": jnp.zeros(2), "none": jnp.zeros((0, 3), jnp.bfloat16)})
         return one.fit(state, data, epochs, progress=False, checkpoints=tmp_path)[0]
 
@@ -114,6 +115,7 @@ def test_arrays_without_numbers_go_through_a_checkpoint(devices, tmp_path, same,
     assert found.params["none"].dtype == jnp.bfloat16
     same(jax.tree.map(lambda x: x[0], found.params), jax.tree.map(lambda x: x[0], saved.params))
     assert run(replicas, 2).epoch == 2
+    assert not list(tmp_path.glob("unreadable-*"))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.errors import InvalidRngError
+from flax.errors import InvalidRngError, ScopeCollectionNotFound
 
 import jaxche
 
@@ -216,7 +216,53 @@ def test_a_missing_random_stream_is_named_with_its_argument():
     with pytest.raises(InvalidRngError, match="noise") as caught:
         jaxche.linen_loss(Noisy(), mean)({}, jnp.ones(2), jax.random.key(0), None)
     assert any("rngs=) has ('dropout',): add the name" in note for note in caught.value.__notes__)
-    jaxche.linen_loss(Noisy(), mean, rngs=("noise",))({}, jnp.ones(2), jax.random.key(0), None)
+    for rngs in (("noise",), "noise"):
+        jaxche.linen_loss(Noisy(), mean, rngs=rngs)({}, jnp.ones(2), jax.random.key(0), None)
+
+
+def test_variables_that_are_not_the_model_state_are_refused_with_the_line_to_write(data, devices):
+    """With ``"params"`` in the model state a module would compute with these, and no step would change them."""
+    loss, params, variables = linen()
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    line = r"init\(variables.pop\(.params.\), model_state=variables\)"
+    with pytest.raises(ValueError, match=f"model_state has 'batch_stats', 'params', .* write trainer.{line}"):
+        trainer.fit(trainer.init(params, variables | {"params": params}), data, progress=False)
+    for wrong in (None, variables["batch_stats"]):
+        with pytest.raises(ScopeCollectionNotFound) as caught:
+            trainer.fit(trainer.init(params, wrong), data, progress=False)
+        assert any("write trainer.init(variables.pop('params'), model_state=variables)" in x for x in notes(caught))
+    with_variables = jaxche.linen_loss(
+        LinenNet(), lambda apply, b: apply({"params": params}, b["x"], train=True).mean()
+    )
+    trainer = jaxche.Trainer(with_variables, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(ValueError, match=r"apply with variables, .* write apply\(batch\[\"x\"\]\)"):
+        trainer.fit(trainer.init(params, variables), data, progress=False)
+
+
+def notes(caught):
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_an_nnx_model_state_that_is_missing_is_refused_with_the_line_to_write(data, devices):
+    loss = of_nnx()[0]
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(
+        ValueError, match=r"model_state is None, .* write trainer.init\(loss.params, loss.model_state\)"
+    ):
+        trainer.fit(trainer.init(loss.params), data, progress=False)
+    with pytest.raises(ValueError, match=r"drop\.rngs.* is missing; .*trainer.init\(loss.params, loss.model_state\)"):
+        trainer.fit(trainer.init(loss.params, {}), data, progress=False)
+
+
+def test_an_nnx_model_of_parameters_alone_needs_no_model_state(data, devices):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    before = model.kernel[...]
+    loss = jaxche.NNXLoss(model, lambda model, b: jnp.mean((model(b["x"]) - b["y"]) ** 2))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.01), replicas=devices[:2])
+    state, history = trainer.fit(trainer.init(loss.params), data, progress=False)
+    assert trainer.evaluate(state, data)["loss"] > 0
+    loss.update(trainer, state, history)
+    assert not (model.kernel[...] == before).all()
 
 
 def test_the_wrong_door_is_named():
@@ -224,6 +270,13 @@ def test_the_wrong_door_is_named():
         jaxche.linen_loss(NNXNet(nnx.Rngs(0)), lambda apply, batch: 0.0)
     with pytest.raises(ValueError, match=r"jaxche\.linen_loss"):
         jaxche.NNXLoss(LinenNet(), lambda model, batch: 0.0)
+    model, tx = NNXNet(nnx.Rngs(0)), optax.sgd(0.1)
+    with pytest.raises(ValueError, match=r"optimizer=.* is no nnx.Optimizer; write .* jaxche.Trainer\(loss, tx\)"):
+        jaxche.NNXLoss(model, lambda model, batch: 0.0, tx)
+    with pytest.raises(ValueError, match=r"loss_fn=.* is not a function; write def loss_fn\(model, batch\)"):
+        jaxche.NNXLoss(model, tx)
+    with pytest.raises(ValueError, match=r"loss_fn=.* is not a function; write def loss_fn\(apply, batch\)"):
+        jaxche.linen_loss(LinenNet(), tx)
 
 
 def test_a_model_state_that_changes_its_shape_is_refused(data, devices):

@@ -34,6 +34,16 @@ def test_a_train_state_as_an_optimizer_is_refused_with_the_line_to_write(devices
         jaxche.Trainer(lambda p, b: p["w"].sum(), state, replicas=devices[:1])
 
 
+def test_an_optimizer_state_in_the_place_of_the_model_state_is_refused(devices):
+    tx = optax.adam(0.1)
+    trainer = jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1])
+    with pytest.raises(ValueError, match=r"is a state of tx; write trainer\.init\(params, opt_state=opt_state\)"):
+        trainer.init(PARAMS, tx.init(PARAMS))
+    trainer.init(PARAMS, PARAMS, tx.init(PARAMS))
+    average = optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, params))
+    jaxche.Trainer(lambda p, b: p["w"].sum(), average, replicas=devices[:1]).init(PARAMS, model_state=PARAMS)
+
+
 def labelled(tx):
     return optax.partition({"all": tx}, {"w": "all", "b": "all"})
 
