@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       2 ranks, 20 to 50 ms a batch...
       0
     """
+    # A stream that the caller closed is None, and another file would get its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     args, unknown = parser.parse_known_args(words)

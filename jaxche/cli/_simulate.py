@@ -166,10 +166,18 @@ def _fleet(args: argparse.Namespace) -> VirtualFleet:
         ms = 20.0 * np.array([1.0, *between, args.spread or 4.0])
     if len(ms) < 2:
         raise ValueError("a simulation needs two or more ranks; write e.g. --ms 20,50")
-    if (spread := ms.max() / ms.min()) > _MOST_SPREAD:
+    changed = ms.copy()
+    if args.slowdown is not None:
+        if args.slowdown.rank >= len(ms):
+            raise ValueError(
+                f"--slowdown: there is no rank {args.slowdown.rank}, only 0 to {len(ms) - 1}; write --slowdown 1@50x2"
+            )
+        changed[args.slowdown.rank] *= args.slowdown.factor
+    spread, option = max((ms.max() / ms.min(), "--ms"), (changed.max() / changed.min(), "--slowdown"))
+    if spread > _MOST_SPREAD:
         raise ValueError(
-            f"--ms: the slowest device takes {spread:.3g} times as long as the fastest, and at most {_MOST_SPREAD:g} "
-            "times are simulated; leave it out, e.g. --ms 20,50"
+            f"{option}: the slowest device takes {spread:.3g} times as long as the fastest, and at most "
+            f"{_MOST_SPREAD:g} times are simulated; leave it out, e.g. --ms 20,50"
         )
     first = [args.first_report_ms] * len(ms) if args.first_report_ms else None
     return VirtualFleet(

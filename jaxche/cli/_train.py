@@ -70,8 +70,10 @@ Under Slurm or mpirun the launcher restarts a failed run; see jaxche launch --he
 
 
 def _name(text: str) -> str:
-    if text in ("", ".", ".."):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a folder of its own; write e.g. --name first")
+    if text in ("", ".", "..") or "/" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no name of a folder in --out; write e.g. --name first, or --out ~/runs --name first"
+        )
     return text
 
 

@@ -71,10 +71,11 @@ class History(list[RoundInfo]):
         return is_scaled(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dict for each round, e.g. for ``pandas.DataFrame``; nan where a round was not evaluated."""
+        """One flat dict for each round, e.g. for ``pandas.DataFrame``; nan where a round has no such number."""
         keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
         if self.scaled:
             keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
+        measured = dict.fromkeys(name for info in self for name in info.metrics)
         evaluated = dict.fromkeys(name for info in self for name in info.validation)
         rows = [
             {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} for info in self
@@ -82,7 +83,7 @@ class History(list[RoundInfo]):
         # A metric may have the name of another column.
         return [
             row
-            | {f"metric {name}" if name in row else name: value for name, value in info.metrics.items()}
+            | {f"metric {name}" if name in row else name: info.metrics.get(name, math.nan) for name in measured}
             | {f"validation_{name}": info.validation.get(name, math.nan) for name in evaluated}
             for row, info in zip(rows, self, strict=True)
         ]

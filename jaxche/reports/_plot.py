@@ -27,7 +27,7 @@ def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
     if world > 1:
         rows = [(["rounds"], 0.9 + 0.28 * min(world, 8)), (["counts"], 2.0), (["efficiency"], 1.5), (["drift"], 1.7)]
     rows.append((["examples", "seconds"], 2.0))
-    if rounds[0].metrics:
+    if run.metrics:
         rows.append((["metrics"], 1.9))
     if is_scaled(rounds):
         rows.append((["noise", "gain"], 1.9))
@@ -50,6 +50,7 @@ class _Run:
         self.sync = np.array([info.sync_ms for info in infos])
         self.seconds = np.cumsum([info.period_ms for info in infos]) / 1e3
         self.examples = np.cumsum([info.examples for info in infos])
+        self.metrics = list(dict.fromkeys(name for info in infos for name in info.metrics))
         steps = np.maximum(self.counts.sum(axis=0), 1)
         self.ranks = ranks_to_show((self.wall.sum(axis=0) / steps).tolist())
 
@@ -170,12 +171,11 @@ def _loss(axes: Any, x: np.ndarray, run: _Run) -> None:
 
 
 def _metrics(axes: Any, run: _Run) -> None:
-    names = list(run.infos[0].metrics)
-    shown = names[: len(COLOURS)]
+    shown = run.metrics[: len(COLOURS)]
     for name, colour in zip(shown, COLOURS, strict=False):
         values = np.array([info.metrics.get(name, np.nan) for info in run.infos])
-        axes.plot(run.examples, values, color=colour, lw=1.6, label=name)
-    some = f", {len(shown)} of {len(names)}" if len(shown) < len(names) else ""
+        axes.plot(run.examples, values, color=colour, lw=1.6, label=name.replace("$", r"\$"))
+    some = f", {len(shown)} of {len(run.metrics)}" if len(shown) < len(run.metrics) else ""
     axes.set(xlabel="examples trained on", title=f"Metrics: means over a round{some}")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     label_outside(axes)
@@ -232,12 +232,14 @@ def _memory_names(run: _Run) -> list[str]:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A trailing mean over a thirtieth of the run."""
+    """A trailing mean over a thirtieth of the run, of the values that are finite; nan where none is."""
     window = max(1, len(values) // 30)
-    sums = np.cumsum(np.concatenate([[0.0], values]))
+    finite = np.isfinite(values)
+    sums, counts = (np.cumsum([0, *column]) for column in (np.where(finite, values, 0.0), finite))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[begins]) / (ends - begins)
+    found = counts[ends] - counts[begins]
+    return np.where(found > 0, sums[ends] - sums[begins], np.nan) / np.maximum(found, 1)
 
 
 _PANELS = {

@@ -182,6 +182,7 @@ def test_a_command_may_have_empty_words():
         (["--seed", str(2**63)], "from 0 to 9.22337e+18"),
         (["--name", ""], "write e.g. --name first"),
         (["--name", ".."], "'..' is no name of a folder"),
+        (["--name", "../mine"], "'../mine' is no name of a folder in --out"),
     ],
 )
 def test_invalid_values(words, message, capsys):

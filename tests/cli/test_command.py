@@ -56,6 +56,12 @@ def test_an_output_without_a_reader_is_no_error(rounds):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(("words", "code"), [("--rounds 2", 0), ("--ms 20", 2)])
+def test_closed_standard_streams_leave_the_exit_code(words, code):
+    command = f"exec {shlex.quote(sys.executable)} -m jaxche simulate {words} <&- >&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", command], check=False).returncode == code
+
+
 def test_ctrl_c_is_an_exit_code(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt

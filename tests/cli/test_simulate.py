@@ -46,7 +46,8 @@ def test_the_same_seed_gives_the_same_fleet(capsys):
     [
         (["--ms", "20"], "two or more ranks"),
         (["--spread", "4"], "--ranks 64 --spread 4"),
-        (["--slowdown", "9@1x2"], "rank=9"),
+        (["--slowdown", "9@1x2"], "--slowdown: there is no rank 9, only 0 to 1"),
+        (["--slowdown", "1@1x0.000001"], "--slowdown: the slowest device takes 4e+05 times"),
         (["--ms", "1e9,1e-6"], "takes 1e+15 times as long as the fastest, and at most 10000 times"),
         (["--rounds", "2", "-o", "x.nothing"], "--out x.nothing"),
     ],

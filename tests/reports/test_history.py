@@ -134,6 +134,13 @@ def test_damaged_lines(tmp_path, told, round_info, caplog):
     assert "history.jsonl: 2 damaged lines are left out of the record (the first is line 2)" in caplog.text
 
 
+def test_rounds_with_other_metrics_are_in_one_table(round_info):
+    history = History([round_info((2, 1), metrics={}), round_info((2, 1), metrics={"accuracy": 0.5})])
+    assert [row["accuracy"] for row in history.rows()] == [pytest.approx(math.nan, nan_ok=True), 0.5]
+    titles, first, second = (line.split() for line in history.table().splitlines())
+    assert len(titles) == len(first) - 2 == len(second) - 2  # counts and waits have two numbers
+
+
 def test_metrics_are_columns_whatever_their_names(round_info):
     history = History([round_info(metrics={"accuracy": 0.25, "loss": 7.0})])
     [row] = history.rows()

@@ -102,6 +102,20 @@ def test_metrics_have_a_line_each_by_name(history):
     assert f"{len(many.lines)} of 20" in many.get_title(loc="left")
 
 
+def test_metrics_that_only_some_rounds_have(history):
+    first, second = history(2, metrics={}), history(2, metrics={"cost in $ per $": 0.5})
+    axes = panels((first + second).plot())["metrics"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"cost in \$ per \$"]
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), [math.nan] * 6 + [0.5] * 6)
+
+
+def test_a_loss_of_nan_does_not_end_the_smooth_curve(history, round_info):
+    broken = round_info((4, 5), round=6, loss=math.nan, wall_ms=(100.0, 99.0))
+    loss = panels(History([*history(2), broken, *history(2, rounds=60)]).plot())["examples"].lines[1].get_ydata()
+    assert np.isfinite(loss).all()
+    assert loss[-1] == pytest.approx((1 / 60 + 1 / 59) / 2)
+
+
 def test_loss_panels(history):
     drawn = panels(history(2).plot())
     assert drawn["examples"].lines[0].get_xdata()[-1] == 6 * 32
