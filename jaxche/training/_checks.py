@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
@@ -324,7 +323,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     return callbacks
 
 
-def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
+def check_scaling(rule: Any, base_batch_size: Any, opt_state: str) -> None:
     """Refuse invalid scaling of the learning rate."""
     if rule is None:
         if base_batch_size is not None:
@@ -341,11 +340,6 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         raise ValueError(
             f"base_batch_size={size!r} must be the examples of the batch the learning rate was tuned for, e.g. "
             "base_batch_size=32; leave it out for those of one batch of the data"
-        )
-    if isinstance(tx, optax.MultiSteps):
-        raise ValueError(
-            "tx is an optax.MultiSteps, whose accumulated batches scaling= does not see; a round accumulates already: "
-            "give tx the optimizer inside it and write average='gradients'"
         )
     if isinstance(rule, AdamScale) and opt_state == "reset":
         raise ValueError(
