@@ -282,7 +282,8 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
     """The largest step of each replica in rows, or None."""
     if max_rows is None:
         return None
-    given = list(max_rows) if isinstance(max_rows, Sequence | np.ndarray) else [max_rows] * world_size
+    is_list = isinstance(max_rows, Sequence | np.ndarray) and not isinstance(max_rows, str)
+    given = list(max_rows) if is_list else [max_rows] * world_size
     if len(given) != world_size:
         raise ValueError(f"max_rows={max_rows!r} must be one whole number, or {world_size}, one a replica")
     given = [whole_number("max_rows", n, 1, "max_rows=64") for n in given]

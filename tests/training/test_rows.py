@@ -243,6 +243,7 @@ def test_the_noise_scale_of_unequal_rows_is_that_of_equal_ones(make_problem, dev
         ({"joined_batches": 0}, "joined_batches=0 must be at least 1"),
         ({"max_rows": 0}, "max_rows=0 must be at least 1"),
         ({"max_rows": True}, "max_rows=True must be a whole number"),
+        ({"max_rows": "64"}, "max_rows='64' must be a whole number"),
         ({"max_rows": [1, 2]}, "or 4, one a replica"),
         ({"max_rows": 8, "rows": "equal"}, "here rows are equal"),
     ],
