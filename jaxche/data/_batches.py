@@ -44,6 +44,11 @@ def checked_length(data: Any) -> int:
             "jaxche.Batches(arrays, batch_size=32)"
         )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        if callable(data):
+            raise ValueError(
+                f"data={brief(data)} is a function; if it returns the batches of an epoch, write "
+                "jaxche.Stream(lambda epoch: batches(epoch)), with it as batches"
+            )
         raise ValueError(
             f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
             "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset; or an iterable of batches"

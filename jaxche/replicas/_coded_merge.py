@@ -183,7 +183,7 @@ def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:
         checksum = 31 * checksum + jnp.sum(bits * weights, dtype=jnp.uint32)
     halves = jnp.stack([checksum & 0xFFFF, checksum >> 16]).astype(jnp.float32)  # exact
     rows = exchange(jnp.append(halves, finite), axis_name)
-    return rows[:, 2].min(), jnp.all(rows[:, :2] == rows[0, :2]).astype(jnp.float32)
+    return rows[:, 2].min(), jnp.all(rows[:, :2] == rows[:1, :2]).astype(jnp.float32)
 
 
 def sent_bytes(program: Any) -> int:

@@ -38,7 +38,8 @@ from jaxche.replicas._schedule_counts import (
 from jaxche.scaling import with_extra_args
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
-# ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
+# ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch. If batches are
+# joined, these parts add up to them, and a replica may have one without rows, and no step.
 # ``group_ms`` is the time of the replica in merges with its group, waits included.
 # ``compile_ms`` is the time in which it compiled for batches of other shapes, which is in neither of them.
 # ``prepare_ms`` is the time in which its process compiled before the round, for new shares of rows.
@@ -212,7 +213,7 @@ class MergeProgram:
     def _parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """The weighted mean of parameters: ``(merged trees, table, report)``."""
         sums, examples = measured["sums"], measured["sums"][0]
-        x0, x, batches = start["params"], end["params"], host[0, 0, _BATCHES]
+        x0, x, batches = start["params"], end["params"], _trained(host[0, 0])
         weight = self._weight(sums, host[0, 0, _COUNT], batches)
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
         statistics, finish = self._statistics(end, examples)
@@ -247,7 +248,7 @@ class MergeProgram:
         if old_counts:
             merged["counts"] = self._merged_counts(old_counts, new_counts, total)
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
-        by_batches = total["squares"][1] / total["table"][:, 0, _BATCHES].sum()
+        by_batches = total["squares"][1] / _trained(total["table"][:, 0]).sum()
         finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
         if self._wire != "float32":  # each replica has decoded for itself
             finite, agreed = agreement(params, finite, AXIS)
@@ -391,6 +392,11 @@ class MergeProgram:
             merged |= {"noise": noise, "progress": progress}
             scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
+
+
+def _trained(rows: Any) -> Any:
+    """The batches that replicas have trained on, from their rows of the table."""
+    return jnp.where(rows[..., _COUNT] > 0, rows[..., _BATCHES], 0)
 
 
 def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:

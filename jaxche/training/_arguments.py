@@ -145,7 +145,7 @@ class Arguments:
         averaging = Averaging(policy, average, merge, opt_state, self.outer, self.scaling, self.backend, staged)
         check_rules(self.tx, averaging)
         check_line_search(self.tx)
-        check_scaling(self.scaling, self.base_batch_size, self.tx, opt_state)
+        check_scaling(self.scaling, self.base_batch_size, opt_state)
         check_wire(self.wire, averaging)
         return averaging
 

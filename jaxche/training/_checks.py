@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
@@ -283,7 +282,8 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
     """The largest step of each replica in rows, or None."""
     if max_rows is None:
         return None
-    given = list(max_rows) if isinstance(max_rows, Sequence | np.ndarray) else [max_rows] * world_size
+    is_list = isinstance(max_rows, Sequence | np.ndarray) and not isinstance(max_rows, str)
+    given = list(max_rows) if is_list else [max_rows] * world_size
     if len(given) != world_size:
         raise ValueError(f"max_rows={max_rows!r} must be one whole number, or {world_size}, one a replica")
     given = [whole_number("max_rows", n, 1, "max_rows=64") for n in given]
@@ -324,7 +324,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     return callbacks
 
 
-def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
+def check_scaling(rule: Any, base_batch_size: Any, opt_state: str) -> None:
     """Refuse invalid scaling of the learning rate."""
     if rule is None:
         if base_batch_size is not None:
@@ -341,11 +341,6 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         raise ValueError(
             f"base_batch_size={size!r} must be the examples of the batch the learning rate was tuned for, e.g. "
             "base_batch_size=32; leave it out for those of one batch of the data"
-        )
-    if isinstance(tx, optax.MultiSteps):
-        raise ValueError(
-            "tx is an optax.MultiSteps, whose accumulated batches scaling= does not see; a round accumulates already: "
-            "give tx the optimizer inside it and write average='gradients'"
         )
     if isinstance(rule, AdamScale) and opt_state == "reset":
         raise ValueError(

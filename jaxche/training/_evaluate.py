@@ -27,6 +27,8 @@ from jaxche.training._state import TrainerState
 # Batches in flight per replica: one runs while the host reads the next; more would make a slow replica end late.
 _IN_FLIGHT = 2
 _NO_MORE = object()
+# More batches than any data set has that ends: Grain's repeat() gives one the length of sys.maxsize.
+_ENDLESS = 2**48
 # Programs that a trainer keeps.
 _PROGRAMS = 4
 
@@ -290,7 +292,12 @@ def check_evaluation(trainer: Rounds, state: TrainerState, data: Any, program: M
 def number_of_batches(data: Any, group: Group) -> int | None:
     """The number of batches; None for a stream."""
     if not is_stream(data):
-        return checked_length(data)
+        if (size := checked_length(data)) > _ENDLESS:
+            raise ValueError(
+                f"data has {size:,} batches, as a data set that repeats without end, and an evaluation reads each of "
+                "them; leave out .repeat()"
+            )
+        return size
     if group.num_processes > 1:
         raise ValueError(
             f"data is a {type(data).__name__}, without len(data) and data[i]; several processes share the batches of "

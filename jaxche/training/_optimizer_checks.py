@@ -89,13 +89,21 @@ def _state_holds(kind: type, tx: Any, params: Any) -> bool:
     return any(map(found, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=found)))
 
 
-def check_unscaled(tx: Any, params: Any) -> None:
-    """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed."""
+def check_unscaled(tx: Any, params: Any, scales: bool) -> None:
+    """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed.
+
+    If the trainer ``scales`` learning rates, refuse one that accumulates batches, which the rule would not see.
+    """
     if _state_holds(ScaleLearningRateState, tx, params):
         raise ValueError(
             "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
             "noise; give the inner optimizer and the rule separately: "
             "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
+        )
+    if scales and _state_holds(optax.MultiStepsState, tx, params):
+        raise ValueError(
+            "tx holds an optax.MultiSteps, whose accumulated batches scaling= does not see; a round accumulates "
+            "already: give tx the optimizer inside it and write average='gradients'"
         )
 
 

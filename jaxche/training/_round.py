@@ -84,7 +84,7 @@ def host_rows(
         steps = plan.counts[rank] if failed else result.steps
         return [
             steps,
-            plan.batches[rank] if plan.shares and steps else steps,
+            plan.batches[rank] if plan.shares else steps,
             result.wall_ms,
             result.group_ms,
             result.compile_ms,

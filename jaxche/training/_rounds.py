@@ -137,7 +137,7 @@ class Rounds:
         self._check_context_mesh("trainer.init")
         settings, tx = self._settings, self._settings.tx
         shapes = check_params(params, "trainer.init")
-        check_unscaled(tx, shapes)
+        check_unscaled(tx, shapes, settings.scaling is not None)
         check_update(tx, *(shapes if settings.staged else [shapes]))
         check_trajectory(tx, shapes, settings.average, self._engine.world_size)
         check_accumulators(settings.groups, settings.opt_state, tx, shapes)

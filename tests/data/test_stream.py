@@ -1,5 +1,6 @@
 """Streams: what is one, what is refused, and how batches become arrays."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -13,6 +14,11 @@ import pytest
 import jaxche
 from jaxche.data._stream import EPOCH_SIZE, as_batch, check_stream, epoch_size, is_stream
 from jaxche.distributed import Group
+
+
+@dataclasses.dataclass
+class Rows:
+    x: np.ndarray
 
 
 class Tensor:
@@ -175,6 +181,7 @@ def test_batches_become_arrays():
         ({"x": np.ones(2), "text": ["a", "b"]}, r"batch\['text'\] is texts, e.g. \['a', 'b'\]; .*remove_columns"),
         ({"x": np.array([object()])}, r"batch\['x'\] is of type ndarray; batches are arrays of numbers"),
         (object(), "batch is of type object"),
+        (Rows(np.ones(2)), r"batch is a Rows, .* write jax.tree_util.register_dataclass\(Rows\)"),
         ({"x": [[1, 2], [3]]}, r"batch\['x'\] is no array .*pad examples"),
         ({"x": np.ones(3), "y": 1}, r"batch\['y'\] is a scalar: does the stream yield examples"),
         ({"x": np.ones(3), "y": np.ones(2)}, "leading axes of a batch differ"),

@@ -52,6 +52,15 @@ def program_of(trainer, state):
     return merge._program.lower(*arguments).as_text()
 
 
+def test_a_merge_promotes_no_ranks(problem, devices):
+    trainer = jaxche.Trainer(
+        lambda w, b: jnp.mean((b["x"] @ w) ** 2), optax.sgd(0.1), replicas=devices[:2], wire="int8"
+    )
+    with jax.numpy_rank_promotion("raise"):
+        state, _ = trainer.round(trainer.init(jnp.ones(problem.data[0]["x"].shape[1])), problem.data)
+    assert np.isfinite(trainer.params(state)).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "collectives"), [(2, (0, 1, 1)), (3, (0, 4, 0))])
 def test_codes_take_one_collective_or_three_and_one_more_compares(problem, devices, count, collectives):

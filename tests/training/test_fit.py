@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+import sys
 import threading
 import time
 
@@ -412,6 +413,7 @@ def test_a_dry_run_evaluates_a_batch(on_fleet, problem):
         ({"validation": iter([1])}, r"validation is a list_iterator, which can be read once only.*validation=list\("),
         ({"validation": 7}, r"validation: data is a int; the trainer needs len\(data\)"),
         ({"validation": []}, "validation: .*the data set is empty"),
+        ({"validation": range(sys.maxsize // 4)}, r"validation: data has 2,305,.* batches, .* leave out \.repeat\(\)"),
     ],
 )
 def test_arguments_that_lack_another_are_refused(on_fleet, problem, options, message):

@@ -44,6 +44,14 @@ def test_an_optimizer_state_in_the_place_of_the_model_state_is_refused(devices):
     jaxche.Trainer(lambda p, b: p["w"].sum(), average, replicas=devices[:1]).init(PARAMS, model_state=PARAMS)
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx.gradient_transformation())])
+def test_accumulated_batches_that_scaling_does_not_see_are_refused(devices, wrap):
+    tx = wrap(optax.MultiSteps(optax.sgd(0.1), 4))
+    trainer = jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:2], scaling=jaxche.AdaScale())
+    with pytest.raises(ValueError, match=r"tx holds an optax.MultiSteps, .* write average='gradients'"):
+        trainer.init(PARAMS)
+
+
 def labelled(tx):
     return optax.partition({"all": tx}, {"w": "all", "b": "all"})
 

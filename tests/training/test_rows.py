@@ -111,6 +111,17 @@ def test_a_schedule_counts_batches(make_problem, devices, close):
     assert counts == [48]
 
 
+def test_a_schedule_counts_batches_of_fewer_rows_than_replicas(problem, devices, close):
+    """Here the last batch of an epoch has one row, on one of three replicas."""
+    data = jaxche.Batches(jax.tree.map(lambda x: x[:9], problem.data.arrays), 4, seed=None)
+    tx, options, states = optax.sgd(optax.linear_schedule(0.5, 0.0, 6)), {"policy": "sync", "joined_batches": 1}, []
+    for replicas in (devices[:3], devices[:1]):
+        one = jaxche.Trainer(problem.loss, tx, replicas=replicas, **options)
+        states.append(one.fit(one.init(problem.params), data, epochs=2, progress=False)[0])
+    three, single = ((one.params(state), one.opt_state(state)) for state in states)
+    close(three, single, rtol=1e-5, atol=1e-6)
+
+
 def test_averaged_parameters_are_weighted_by_rows(make_problem, devices, close):
     problem = make_problem(examples=16 * 24, batch_size=16)
     tx = optax.sgd(0.2)
@@ -232,6 +243,7 @@ def test_the_noise_scale_of_unequal_rows_is_that_of_equal_ones(make_problem, dev
         ({"joined_batches": 0}, "joined_batches=0 must be at least 1"),
         ({"max_rows": 0}, "max_rows=0 must be at least 1"),
         ({"max_rows": True}, "max_rows=True must be a whole number"),
+        ({"max_rows": "64"}, "max_rows='64' must be a whole number"),
         ({"max_rows": [1, 2]}, "or 4, one a replica"),
         ({"max_rows": 8, "rows": "equal"}, "here rows are equal"),
     ],
