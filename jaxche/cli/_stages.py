@@ -107,7 +107,12 @@ def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> i
     losses: list[float] = []
     while state.step < steps:
         epoch, index = divmod(state.step, batches)
-        state, loss = model.step(state, task.data.epoch(epoch)[index])
+        batch = task.data.epoch(epoch)[index]
+        if args.dry_run:  # a step would save a state in the store, from which a later run resumes
+            loss, _ = model.value_and_grad(state.params, batch, step=state.step)
+            state = state._replace(step=steps)
+        else:
+            state, loss = model.step(state, batch)
         losses.append(float(loss))
         now = time.perf_counter()
         if prints and (now - printed >= _PRINT_EVERY_S or state.step == steps):

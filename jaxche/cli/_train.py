@@ -27,6 +27,7 @@ from jaxche.cli._settings import (
 from jaxche.cli._stages import check_stages, run_stages
 
 _DEFAULT_PROCESSES = 2
+_LONGEST_NAME = 255  # in bytes, of a folder in most file systems
 
 _ABOUT = """\
 Shows what jaxche does, on real data, in about a minute. Each process has a replica: a copy of the
@@ -70,7 +71,7 @@ Under Slurm or mpirun the launcher restarts a failed run; see jaxche launch --he
 
 
 def _name(text: str) -> str:
-    if text in ("", ".", "..") or "/" in text:
+    if text in ("", ".", "..") or "/" in text or len(os.fsencode(text)) > _LONGEST_NAME:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no name of a folder in --out; write e.g. --name first, or --out ~/runs --name first"
         )

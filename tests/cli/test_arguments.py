@@ -183,6 +183,7 @@ def test_a_command_may_have_empty_words():
         (["--name", ""], "write e.g. --name first"),
         (["--name", ".."], "'..' is no name of a folder"),
         (["--name", "../mine"], "'../mine' is no name of a folder in --out"),
+        (["--name", "ü" * 128], "üü' is no name of a folder in --out"),
     ],
 )
 def test_invalid_values(words, message, capsys):

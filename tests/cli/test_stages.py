@@ -105,6 +105,7 @@ def test_equal_loss_under_every_protocol(tmp_path, capsys):
         losses.append(last.split(" after ")[0])
     assert losses[0].startswith("step 1 of ")
     assert losses[0] == losses[1] == losses[2]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []  # a later run begins at its first step
 
 
 def test_incomplete_variables(monkeypatch, capsys):
