@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxche.cluster import _worker_group
+
 HERE = Path(__file__).parent
 # What processes run is not collected: programs import each other, and a module of `card` would be this process's plugin
 # of CUDA.
@@ -41,6 +43,7 @@ def _forks():
 
     def launch(command, processes, **options):
         call = options | {"command": command, "processes": processes, "environ": dict(os.environ)}
+        call["error_output_s"] = _worker_group._ERROR_OUTPUT_S  # which a test may have patched
         socket.send_fds(ours, [json.dumps(call, default=str).encode()], [1, 2])
         return int(ours.recv(16))
 

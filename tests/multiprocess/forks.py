@@ -18,7 +18,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from jaxche.cluster import launch
+from jaxche.cluster import _worker_group, launch
 
 PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 
@@ -95,6 +95,7 @@ def answer(calls, call, files):
             os.close(file)
         os.environ.clear()
         os.environ.update(call.pop("environ"))
+        _worker_group._ERROR_OUTPUT_S = call.pop("error_output_s")
         threading.Thread(target=end, daemon=True).start()
         subprocess.Popen = Fork
         code = launch(**call)
