@@ -23,6 +23,8 @@ from jax._src.interpreters import mlir
 import jaxche
 from jaxche.reports import RoundInfo
 
+# Imports and collection make hundreds of thousands of objects that stay; see `pytest_collection_finish`.
+gc.disable()
 DEVICES = 8
 # Of `jaxche launch`, Slurm, Open MPI, MPICH and Kubernetes.
 LAUNCHERS = ("JAXCHE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
@@ -119,6 +121,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -75,8 +75,8 @@ def main(folder: Path) -> int:
         return (folder / "stop").exists()
 
     losses = []
+    trainer, params, data, loss = problem(jax.device_count(), job.get("state_mb", 0.0))
     for number in range(job["times"]):
-        trainer, params, data, loss = problem(jax.device_count(), job.get("state_mb", 0.0))
         checkpoints = jaxche.Checkpoints(
             folder / f"checkpoints{number}", durable=not job["elastic"], every=job["every"]
         )

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from jaxche.cluster import _worker_group
 
 HERE = Path(__file__).parent
 # What processes run is not collected: programs import each other, and a module of `card` would be this process's plugin
@@ -32,10 +35,40 @@ def _on_cpu():
 
 
 @pytest.fixture(scope="session")
+def _forks():
+    """``launch`` in a process that has imported what ranks import."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(HERE / "forks.py"), str(theirs.fileno())]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
+
+    def launch(command, processes, **options):
+        call = options | {"command": command, "processes": processes, "environ": dict(os.environ)}
+        call["error_output_s"] = _worker_group._ERROR_OUTPUT_S  # which a test may have patched
+        socket.send_fds(ours, [json.dumps(call, default=str).encode()], [1, 2])
+        return int(ours.recv(16))
+
+    with ours, subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        yield launch
+        ours.close()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def forked(request, _forks):
+    """The ranks that this module launches are forks: they import nothing that takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request.module, "launch", _forks)
+        yield
+
+
+@pytest.fixture(scope="session")
 def stand_ins():
     """Makes the variables for ranks that train on a stand-in for an accelerator, next to others on the CPU."""
 
     def variables(*ranks, devices=1):
+        if not ranks:
+            return {}
         path = os.pathsep.join([str(HERE.parents[1]), str(HERE / "plugins")])
         return {"PYTHONPATH": path, "STANDIN_RANKS": ",".join(map(str, ranks)), "STANDIN_DEVICES": str(devices)}
 

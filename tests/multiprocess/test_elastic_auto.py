@@ -14,6 +14,7 @@ from jaxche.cluster import launch
 from jaxche.reports import History
 
 PROGRAM = Path(__file__).with_name("auto.py")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.mark.slow

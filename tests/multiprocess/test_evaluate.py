@@ -9,6 +9,7 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("program.py")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.mark.parametrize(("what", "processes"), [("evaluate", 2), ("evaluate islands", 3)])

@@ -9,6 +9,7 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("mistakes.py")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.mark.slow

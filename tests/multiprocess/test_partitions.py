@@ -10,11 +10,11 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("partitions.py")
-ENV = {"PYTHONWARNINGS": "error", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def run(what, folder, processes):
-    code = launch([sys.executable, str(PROGRAM), what, str(folder)], processes, env=ENV)
+    code = launch([sys.executable, str(PROGRAM), what, str(folder)], processes, env={"PYTHONWARNINGS": "error"})
     return code, [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
 
 

@@ -14,6 +14,7 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("resumed.py")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def run(folder, what="nothing", round=0, processes=2, rules="plain", grace_s=2.0, **options):

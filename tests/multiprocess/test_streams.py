@@ -9,6 +9,7 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("streams.py")
+pytestmark = pytest.mark.usefixtures("forked")
 SHARDS, EQUAL = (11, 5), 13
 
 

@@ -14,6 +14,7 @@ import jaxche
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("program.py")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def run(what, folder, processes=2, env=None, **options):
