@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxche.averaging import merge_weights
+from jaxche.averaging import merge_weights, path_names
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, VirtualFleet, paused_ms
-from jaxche.data import Key, Reader, SequenceReader, non_finite_leaves
+from jaxche.data import Key, SequenceReader, non_finite_leaves
 from jaxche.distributed import Group
 from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report, exposed_ms
 from jaxche.reports import RoundInfo
@@ -211,7 +213,7 @@ class RoundStatistics:
         batches = tuple(dict.fromkeys(itertools.chain(*taken)))
         raise NonFiniteLossError(
             f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. "
-            f"{_advice(planned.reader, batches)}. The round was not merged; this error's .state is the one before it",
+            f"{_advice(planned, batches)}. The round was not merged; this error's .state is the one before it",
             rank,
             plan.round,
             planned.state,
@@ -219,8 +221,11 @@ class RoundStatistics:
         )
 
 
-def _advice(reader: Reader, batches: Sequence[Key]) -> str:
-    """What to look at after a number that is not finite: the values of these batches, or the optimizer."""
+def _advice(planned: PlannedRound, batches: Sequence[Key]) -> str:
+    """What to look at after a number that is not finite: the state, the values of these batches, or the optimizer."""
+    reader = planned.reader
+    if names := _nan_names(planned.state):
+        return f"There was NaN before the round, in {', '.join(names[:4])}; look at what trainer.init was given"
     advice = (
         "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "
         "that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
@@ -235,6 +240,17 @@ def _advice(reader: Reader, batches: Sequence[Key]) -> str:
         return f"The numbers in these batches are finite. {advice}"
     text = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
     return f"The data has {text}; take these examples out, or write np.nan_to_num(x)"
+
+
+def _nan_names(state: TrainerState) -> list[str]:
+    """The parameters and the model state of this process that have NaN, by name."""
+    trees = {name: [getattr(one, name) for one in state.local_states[:1]] for name in ("params", "model_state")}
+    return [
+        "/".join((name, *path_names(path[1:])))
+        for name, tree in trees.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and any(jnp.isnan(one.data).any() for one in leaf.addressable_shards)
+    ]
 
 
 def _ratio(sums: Any, weights: Any) -> np.ndarray:

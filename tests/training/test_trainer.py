@@ -543,6 +543,13 @@ def test_a_loss_that_becomes_nan_stops_with_the_last_good_state(devices):
     assert copied.batches == caught.value.batches
 
 
+def test_nan_before_the_first_round_is_named(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params | {"b": np.array([0.0, np.nan], np.float32)})
+    with pytest.raises(jaxche.NonFiniteLossError, match=r"There was NaN before the round, in params/b; look at what"):
+        trainer.round(state, problem.data)
+
+
 def test_data_that_reads_an_iterator_to_its_end_is_refused(problem, devices):
     class Next:
         def __len__(self):
