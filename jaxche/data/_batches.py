@@ -31,6 +31,13 @@ def checked_length(data: Any) -> int:
             f"data is one array of shape {tuple(data.shape)}, each row of which would be a batch; write "
             "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
         )
+    arrays = [x for x in data[:8] if hasattr(x, "ndim")] if isinstance(data, list | tuple) else []
+    if len({x.ndim for x in arrays}) > 1:
+        shapes = ", ".join(str(tuple(x.shape)) for x in arrays)
+        raise ValueError(
+            f"data is a {type(data).__name__} of arrays of the shapes {shapes}, each of which would be a batch; write "
+            "jaxche.Batches((x, y), batch_size=32), with the arrays as (x, y)"
+        )
     several = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
     if any(isinstance(one, Batches) for one in several):
         raise ValueError(

@@ -47,6 +47,10 @@ def test_whole_numbers_of_numpy_are_whole():
         (lambda: checked_paces(["20", "50"], 2), "positive"),
         (lambda: checked_paces(True, 2), "positive"),
         (lambda: checked_length(3), "len"),
+        (
+            lambda: checked_length((np.zeros((9, 2)), np.zeros(9))),
+            r"of the shapes \(9, 2\), \(9,\), .* write jaxche.Batches\(\(x, y\), batch_size=32",
+        ),
     ],
 )
 def test_bad_ones_are_named(call, named):
