@@ -208,6 +208,11 @@ def _check(args: argparse.Namespace, processes: int) -> None:
             f"--pace has {len(args.pace)} value(s) for {processes} process(es); write one a process, e.g. "
             "-n 2 --pace 20,50"
         )
+    if args.on_cpu >= processes:
+        raise ValueError(
+            f"--on-cpu {args.on_cpu} leaves none of {processes} process(es) for an accelerator; write e.g. -n 2 "
+            "--on-cpu 1"
+        )
     if args.survivors and args.max_restarts < 2:
         raise ValueError(
             "--survivors leaves out a rank that failed first twice in a row, so it needs two restarts or more; "
@@ -218,6 +223,9 @@ def _check(args: argparse.Namespace, processes: int) -> None:
             f"--heartbeat-timeout {args.heartbeat_timeout:g} is for elastic runs, and at least {LEAST_TIMEOUT_S:g} "
             "seconds; write --elastic --heartbeat-timeout 5"
         )
+    if args.events and os.path.isdir(args.events):
+        file = os.path.join(args.events, "events.jsonl")
+        raise ValueError(f"--events {args.events} is a folder; write e.g. --events {file}")
     if args.events and not os.path.isdir(folder := os.path.dirname(os.path.abspath(args.events))):
         raise ValueError(f"--events {args.events}: there is no folder {folder}; write: mkdir -p {folder}")
 

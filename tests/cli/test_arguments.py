@@ -343,3 +343,14 @@ def test_events_in_a_folder_that_is_missing_are_refused_by_their_option(tmp_path
     events = tmp_path / "none" / "run.jsonl"
     assert main(["launch", "-n", "1", "--events", str(events), str(script)]) == 2
     assert f"--events {events}: there is no folder {events.parent}; write: mkdir -p" in capsys.readouterr().err
+    assert main(["launch", "-n", "1", "--events", str(tmp_path), str(script)]) == 2
+    assert f"--events {tmp_path} is a folder; write e.g. --events {tmp_path}/events.jsonl" in capsys.readouterr().err
+
+
+def test_processes_on_the_cpu_leave_one_for_an_accelerator(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    assert main(["launch", "-n", "2", "--on-cpu", "2", str(script)]) == 2
+    assert "--on-cpu 2 leaves none of 2 process(es) for an accelerator; write e.g. -n 2 --on-cpu 1" in (
+        capsys.readouterr().err
+    )
