@@ -16,6 +16,8 @@ from jaxche.messages import per_rank
 # The shares change if that makes the round shorter by this part of it and by this number of ms. The first change needs
 # more, so that equal devices whose times jitter keep whole batches.
 _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
+# How much longer a batch may take in smaller local steps: at first, and later.
+_SMALLER, _KEPT = 0.10, 0.15
 # Shares that are stored because their programs are compiled.
 _USED = 8
 
@@ -112,17 +114,14 @@ class RowShares:
         batch_rows: int,
         unit: int = 1,
         max_rows: Sequence[float] | None = None,
-        local: bool = False,
     ) -> RowShares:
-        """The shares for rounds of ``joined`` batches, unchanged if others gain little.
+        """The shares of ``joined`` batches, unchanged if others gain little.
 
         Args:
-          joined: batches in a round.
+          joined: batches that are joined.
           batch_rows: rows in a batch.
           unit: shares are multiples of it, except one.
           max_rows: the largest step of each rank, in rows; a larger share takes several steps.
-          local: every step updates its replica, so that a step is best about as large as a batch; else a rank takes one
-            step if it has memory for it.
         """
         if not self.is_measured:
             return self
@@ -132,7 +131,7 @@ class RowShares:
         def round_ms(split: Split) -> float:
             return float(_times(fixed, slope, split.rows, split.steps).max())
 
-        best = _best(fixed, slope, joined, batch_rows, unit, most, local)
+        best = _best(fixed, slope, joined, batch_rows, unit, most)
         kept, now, gain = self, math.inf, _GAIN
         if self.rows and self.joined == joined:
             now = round_ms(Split(self.rows, self.steps, self.joined))
@@ -162,6 +161,21 @@ class RowShares:
         *used, first = self.used or (_equal(joined, batch_rows, len(fixed)),)
         return replace(self._taking(best), used=(best, *used[: _USED - 2], first), lost_ms=0.0)
 
+    def fewest_joined(self, batch_rows: int, unit: int = 1) -> int:
+        """The fewest batches that local steps of all ranks should share; 0 if each rank should take whole batches.
+
+        Fewer batches make more steps, and no step is larger than a batch. They take longer a batch: by the part of a
+        step that does not depend on its rows, and because rows are whole. So the number is the smallest that takes at
+        most 10 % longer than the best, and stays while it takes at most 15 % longer.
+        """
+        fixed, slope = self.fit()
+        rows = [fill(n * batch_rows, fixed, slope, unit) for n in range(1, len(fixed) + 1)]
+        ms = [_times(fixed, slope, r, r > 0).max() / n for n, r in enumerate(rows, start=1)]
+        more = [one / min(ms) - 1 if r.max() <= batch_rows else math.inf for one, r in zip(ms, rows, strict=True)]
+        if self.rows and self.joined <= len(more) and more[self.joined - 1] <= _KEPT:
+            return self.joined
+        return next((n for n, one in enumerate(more, start=1) if one <= _SMALLER), 0)
+
     def _taking(self, split: Split) -> RowShares:
         return replace(self, rows=split.rows, steps=split.steps, joined=split.joined)
 
@@ -179,17 +193,13 @@ class RowShares:
         )
 
 
-def _best(
-    fixed: np.ndarray, slope: np.ndarray, joined: int, batch_rows: int, unit: int, most: np.ndarray, local: bool
-) -> Split:
-    """The split with the shortest round."""
+def _best(fixed: np.ndarray, slope: np.ndarray, joined: int, batch_rows: int, unit: int, most: np.ndarray) -> Split:
+    """The split that takes the shortest time."""
     total = joined * batch_rows
     steps = np.ones(len(fixed), np.int64)
     rows = fill(total, fixed, slope, unit)
     for _ in range(4):
         needed = np.maximum(np.ceil(rows / most), 1)
-        if local:
-            needed = np.maximum(needed, np.round(rows / batch_rows))
         if (needed == steps).all():
             break
         steps = needed.astype(np.int64)

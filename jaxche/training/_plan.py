@@ -202,8 +202,12 @@ def next_plan(state: TrainerState, size: int, rules: PlanRules, end: End = ENDLE
     plan = RoundPlan(state.round, epoch, start, (0,) * rules.world_size, size)
     shares = _shares(state, rules)
     if shares.rows:
-        plan = replace(plan, counts=shares.steps, shares=shares.rows, joined=shares.joined)
-        return plan.cut(_even_total(shares.joined, left))
+        number = 1 if rules.policy_of(state) is ApplyPolicy.SYNC else _steps_of_shares(state, shares)
+        steps, joined = tuple(n * number for n in shares.steps), shares.joined * number
+        plan = replace(plan, counts=steps, shares=shares.rows, joined=joined)
+        total = _even_total(joined, left)
+        # Whole steps, so that each has as many rows; the rest comes last.
+        return plan.cut(total - total % shares.joined if total > shares.joined else total)
     policy, counts = rules.policy_of(state), _whole_counts(state, rules, left)
     if policy is ApplyPolicy.ASYNC and not state.pending_batches:  # rounds cross the end of an epoch
         whole = None if end.epochs is None else (end.epochs - epoch) * size - start
@@ -221,6 +225,13 @@ def _shares(state: TrainerState, rules: PlanRules) -> RowShares:
         return state.row_shares
     # Before times are known, equal parts in steps of at most a batch.
     return RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
+
+
+def _steps_of_shares(state: TrainerState, shares: RowShares) -> int:
+    """The steps of all ranks, each on joined batches, in a round of the length that the cadence has chosen."""
+    if state.che is None or not shares.is_measured:
+        return 1
+    return max(1, round(state.che.round_ms / max(shares.times())))
 
 
 def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:
@@ -316,10 +327,6 @@ def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
-# If the slowest replica has time for so many batches, a round of a cadence deals out whole batches.
-_WHOLE_BATCHES = 4
-# In a shorter round their number changes only if it is off by this part of the wanted number.
-_CHANGE = 0.15
 
 
 def next_shares(
@@ -344,12 +351,10 @@ def next_shares(
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
             che = replace(che, travel_samples=())
     state = replace(state, choice=choice, che=che)
-    joined, local = (choice and choice.joined) or rules.joined, rules.policy_of(state) is not ApplyPolicy.SYNC
-    if local:
-        # "auto" changes the length of a round often; whole batches need no other programs.
-        if choice is not None or not 0 < che.round_ms < _WHOLE_BATCHES * max(che.ms_per_batch):
+    joined = (choice and choice.joined) or rules.joined
+    if rules.policy_of(state) is not ApplyPolicy.SYNC:
+        # "auto" takes whole batches in rounds of local steps.
+        joined = shares.fewest_joined(batch_size, unit) if choice is None and shares.is_measured else 0
+        if not joined:
             return replace(state, row_shares=shares.without())
-        exact = che.round_ms * sum(1 / ms for ms in che.ms_per_batch if ms)
-        # Other sizes are compiled for, so the number stays while it is about right.
-        joined = shares.joined if abs(shares.joined - exact) < _CHANGE * exact else max(1, round(exact))
-    return replace(state, row_shares=shares.split(joined, batch_size, unit, max_rows, local))
+    return replace(state, row_shares=shares.split(joined, batch_size, unit, max_rows))

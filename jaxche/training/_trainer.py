@@ -95,9 +95,9 @@ class Trainer(Rounds):
         that it can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. The update is that of one
         device on the joined batch. Shares change if a round becomes at least 0.5 ms and 4 % (the first time 10 %)
         shorter; after the first change, new ones are compiled once rounds without them have lost as much time as that
-        takes. Under ``cadence`` it deals out rows in short rounds, of up to four batches of the slowest replica, and
-        compiles for each length of a round. ``"equal"``: whole batches; a run under ``sync`` then repeats bit for
-        bit, and does not follow times.
+        takes. Under ``cadence`` local steps share batches in the same way: each step of all replicas is on the rows
+        of one batch, or of a few where that is faster, so that all take equally many steps, and more of them.
+        ``"equal"``: whole batches; a run under ``sync`` then repeats bit for bit, and does not follow times.
       joined_batches: under ``sync``, the batches in an update; by default one per replica. A single replica makes an
         update of each batch, whatever their number here.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxche.cadence import RoundPlan, RowShares
+from jaxche.cadence._rank_times import RankTimes
 from jaxche.cadence._row_shares import fill
 
 BATCH = 16
@@ -192,10 +193,44 @@ def test_a_share_above_the_limit_takes_several_steps():
     assert shares.steps[1] == 1
 
 
-def test_local_updates_keep_the_size_of_their_batches():
-    shares, _ = run((20, 50), 0.0, 128, local=True)
-    assert [r / n for r, n in zip(shares.rows, shares.steps, strict=True)] == pytest.approx([16, 16], rel=0.3)
-    assert max(shares.steps) > 1
+@pytest.mark.parametrize(
+    ("ms", "fixed", "wanted"),
+    [
+        ((20, 20, 40, 80), 0.0, 1),
+        ((20, 50), 0.0, 1),  # 11 and 5 rows take 15.6 ms, and half of 23 and 9 rows 14.4
+        ((20, 20, 20, 20), 1.5, 2),  # 6.1 ms a batch with one batch a step, 5.4 with two, 5 with four
+        ((20, 20, 40, 80), 10.0, 0),
+        ((20, 20), 0.0, 1),
+        ((20, 20), 19.0, 2),  # whole batches, too
+    ],
+)
+def test_local_steps_share_few_batches_where_that_takes_little_more_time(ms, fixed, wanted):
+    shares, _ = run(ms, fixed, BATCH * len(ms))
+    for _ in range(3):  # without two sizes of a step nothing is known of its fixed part
+        sizes = [8] * len(ms)
+        wall = [fixed + (one - fixed) * 8 / BATCH for one in ms]
+        shares = shares.report([1] * len(ms), sizes, wall)
+    assert shares.without().fewest_joined(BATCH) == wanted
+
+
+@given(
+    st.lists(st.tuples(st.floats(5, 60), st.floats(0, 0.9)), min_size=2, max_size=4),
+    st.integers(4, 64),
+)
+def test_the_fewest_batches_are_those_of_a_slow_twin(devices, batch):
+    lines = [(ms * part, ms * (1 - part) / batch) for ms, part in devices]
+    ranks = tuple(RankTimes(((1.0, (f + s,) * 3), (9.0, (f + 9 * s,) * 3))) for f, s in lines)
+    ms, largest = [], []
+    for n in range(1, len(devices) + 1):
+        rows = fill(n * batch, *np.array([rank.line for rank in ranks]).T)
+        ms.append(max(f + s * r for (f, s), r in zip((rank.line for rank in ranks), rows, strict=True) if r) / n)
+        largest.append(max(rows))
+    fits = [n for n, rows in enumerate(largest, start=1) if rows <= batch]
+    found = RowShares(ranks=ranks).fewest_joined(batch)
+    assert found == next((n for n in fits if ms[n - 1] / min(ms) - 1 <= 0.10), 0)
+    for n in range(1, len(devices) + 1):  # it stays while another number is at most 15 % better
+        kept = RowShares((1,), (1,), n, ranks).fewest_joined(batch)
+        assert kept == (n if n in fits and ms[n - 1] / min(ms) - 1 <= 0.15 else found)
 
 
 def test_a_saved_value_is_equal():

@@ -211,18 +211,68 @@ def test_a_limit_of_rows_makes_more_steps(make_problem, devices, close):
     close(one.params(state), single_device(problem, tx, 4, epochs=1), rtol=1e-4, atol=1e-5)
 
 
-def test_the_last_round_of_an_epoch_takes_fewer_steps(make_problem, devices):
-    """A round of local steps that joins 14 batches, where 5 are left: each step has about as many rows."""
+def local_steps(problem, devices, round_ms, fleet=FOUR, **options):
+    """A trainer whose local steps share batches, in rounds of this length."""
+    replicas, world = devices[: len(fleet.ms_per_batch)], len(fleet.ms_per_batch)
+    che = jaxche.ElChe(world, 1, tuner="progress", round_ms=round_ms, ms_per_batch=fleet.ms_per_batch)
+    options = {"tx": optax.sgd(1e-3), "loss_fn": problem.loss} | options
+    return jaxche.Trainer(che=che, fleet=fleet, replicas=replicas, rows="speed", **options)
+
+
+def test_local_steps_share_batches_by_speed(make_problem, devices):
     problem = make_problem(examples=16 * 61, batch_size=16)
-    che = jaxche.ElChe(4, 1, tuner="progress", round_ms=100.0, ms_per_batch=FOUR.ms_per_batch)
-    replicas = devices[:4]
-    one = jaxche.Trainer(problem.loss, optax.sgd(1e-3), che=che, fleet=FOUR, replicas=replicas, rows="speed")
+    one = local_steps(problem, devices, 100.0)
     _, history = fit(one, problem, epochs=2)
-    short = [info for info in history if info.shares and info.joined < max(i.joined for i in history)]
-    assert short
-    assert all(max(info.counts) < 7 for info in short)
-    sizes = [rows / n for info in short for rows, n in zip(info.rows, info.counts, strict=True) if n]
-    assert np.median(sizes) > 8
+    settled = [info for info in history if info.shares]
+    assert len(settled) > 5
+    for info in settled:
+        assert len(set(info.counts)) == 1
+        assert info.joined == info.counts[0]
+        assert [rows / n for rows, n in zip(info.rows, info.counts, strict=True)] == [6, 6, 3, 1]
+    assert max(info.counts[0] for info in settled) >= 10
+    assert sum(info.examples for info in history) == 2 * len(problem.data) * 16
+    assert np.median([info.efficiency for info in settled]) > 0.9
+
+
+def test_rounds_of_other_lengths_need_no_other_programs(make_problem, devices):
+    problem = make_problem(examples=16 * 61, batch_size=16)
+    compiled = []
+    for round_ms in (40.0, 100.0):
+        one = local_steps(problem, devices, round_ms)
+        _, history = fit(one, problem, epochs=2)
+        assert len({info.joined for info in history if info.shares}) > 1
+        compiled.append(one.compilations)
+    assert compiled == [8, 8]  # whole batches, and one share of each of four replicas
+
+
+def test_local_steps_on_parts_of_batches_count_in_schedules(make_problem, devices):
+    problem = make_problem(examples=16 * 48, batch_size=16)
+    schedule = optax.linear_schedule(0.1, 0.0, 48)
+    one = local_steps(problem, devices, 60.0, tx=optax.sgd(schedule))
+    state, history = fit(one, problem, epochs=1)
+    assert [int(x[0]) for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.int32] == [48]
+    assert sum(info.batches for info in history) == 48
+
+
+def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devices):
+    """A part of each step does not depend on its rows, so that a step has two batches; an epoch has an odd number."""
+    problem = make_problem(examples=16 * 95, batch_size=16)
+    fleet = jaxche.VirtualFleet([20, 20, 20, 20], sync_ms=0.0, fixed_ms=1.5)
+    _, history = fit(local_steps(problem, devices, 60.0, fleet), problem, epochs=1)
+    *others, last = [info for info in history if info.shares]
+    settled = [info for info in others if info.joined == 2 * info.counts[0]]
+    assert len(settled) > 3
+    assert {rows / n for info in settled for rows, n in zip(info.rows, info.counts, strict=True)} == {8}
+    assert sum(info.examples for info in history) == 95 * 16
+    assert last.joined % 2
+
+
+def test_where_small_steps_take_long_replicas_take_whole_batches(make_problem, devices):
+    problem = make_problem(examples=16 * 95, batch_size=16)
+    fleet = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=0.0, fixed_ms=15.0)
+    _, history = fit(local_steps(problem, devices, 100.0, fleet), problem, epochs=1)
+    assert any(info.shares for info in history)  # it cannot know before it has tried
+    assert not any(info.shares for info in history[-3:])
 
 
 @pytest.mark.slow
