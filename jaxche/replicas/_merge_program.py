@@ -213,7 +213,8 @@ class MergeProgram:
     def _parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """The weighted mean of parameters: ``(merged trees, table, report)``."""
         sums, examples = measured["sums"], measured["sums"][0]
-        x0, x, batches = start["params"], end["params"], _trained(host[0, 0])
+        x0, x = start["params"], end["params"]
+        batches = _trained(examples, host[0, 0, _BATCHES])
         weight = self._weight(sums, host[0, 0, _COUNT], batches)
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
         statistics, finish = self._statistics(end, examples)
@@ -248,7 +249,7 @@ class MergeProgram:
         if old_counts:
             merged["counts"] = self._merged_counts(old_counts, new_counts, total)
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
-        by_batches = total["squares"][1] / _trained(total["table"][:, 0]).sum()
+        by_batches = total["squares"][1] / _trained(counts, total["table"][:, 0, _BATCHES]).sum()
         finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
         if self._wire != "float32":  # each replica has decoded for itself
             finite, agreed = agreement(params, finite, AXIS)
@@ -394,9 +395,9 @@ class MergeProgram:
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
 
 
-def _trained(rows: Any) -> Any:
-    """The batches that replicas have trained on, from their rows of the table."""
-    return jnp.where(rows[..., _COUNT] > 0, rows[..., _BATCHES], 0)
+def _trained(number: Any, batches: Any) -> Any:
+    """The batches that a replica has trained on: its part of them, if the number of its examples or steps is not 0."""
+    return jnp.where(number > 0, batches, 0)
 
 
 def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:
