@@ -373,7 +373,8 @@ class Trainer(Rounds):
             return state.choice.reason
         policy = f"policy={self.policy.value!r}, as given"
         if state.row_shares.rows:
-            policy += f": rows {state.row_shares.rows} of {state.row_shares.joined} batches by speed"
+            joined = state.row_shares.joined
+            policy += f": rows {state.row_shares.rows} of {'a batch' if joined == 1 else f'{joined} batches'} by speed"
         elif self.policy is ApplyPolicy.SYNC:
             policy += f": {self._settings.joined} batches in a round"
         elif state.che is not None:

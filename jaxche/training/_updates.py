@@ -38,14 +38,15 @@ def expected_updates(trainer: Rounds, batches: int, size: int) -> tuple[int, boo
 def updates_line(trainer: Rounds, run: Run) -> str | None:
     """The line for a run that makes fewer updates than one device would; None where it makes as many, or for a stream.
 
-    A scaling rule already makes the steps larger.
+    A scaling rule already makes the steps larger, and local steps that share batches are about as many.
     """
-    world, left = trainer.world_size, run.batches_left
-    if left is None and run.size == EPOCH_SIZE:
+    world, left, settings = trainer.world_size, run.batches_left, trainer._settings
+    shares_batches = settings.rows == "speed" and trainer.policy in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)
+    if (left is None and run.size == EPOCH_SIZE) or (shares_batches and settings.average == "parameters"):
         return None
     batches, span = (run.size, "an epoch") if left is None else (left, "this fit")
     updates, exact = expected_updates(trainer, batches, run.size)
-    if updates >= batches or trainer._settings.scaling is not None:
+    if updates >= batches or settings.scaling is not None:
         return None
     number = f"{'' if exact else 'about '}{updates:,} update{'s' if updates > 1 else ''}"
     return (

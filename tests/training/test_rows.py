@@ -245,6 +245,25 @@ def test_rounds_of_other_lengths_need_no_other_programs(make_problem, devices):
     assert compiled == [8, 8]  # whole batches, and one share of each of four replicas
 
 
+def test_local_steps_on_rows_replay_and_resume_bit_for_bit(make_problem, devices, same, tmp_path, told):
+    problem = make_problem(examples=16 * 61, batch_size=16)
+
+    def run(**options):
+        one = local_steps(problem, devices, 60.0, tx=optax.adam(0.05))
+        return one, *fit(one, problem, epochs=2, **options)
+
+    one, state, history = run()
+    assert len({info.joined for info in history if info.shares}) > 1
+    replayed, again = one.replay(one.init(problem.params), problem.data, history)
+    same((replayed.params, replayed.opt_state), (state.params, state.opt_state))
+    assert [info.rows for info in again] == [info.rows for info in history]
+    stop = len(history) // 2
+    run(checkpoints=Checkpoints(tmp_path, every=1), callbacks=[lambda state, info: state.round == stop])
+    _, resumed, whole = run(checkpoints=Checkpoints(tmp_path))
+    same((resumed.params, resumed.opt_state), (state.params, state.opt_state))
+    assert told(whole) == told(history)
+
+
 def test_local_steps_on_parts_of_batches_count_in_schedules(make_problem, devices):
     problem = make_problem(examples=16 * 48, batch_size=16)
     schedule = optax.linear_schedule(0.1, 0.0, 48)

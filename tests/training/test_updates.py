@@ -107,6 +107,7 @@ def test_a_choice_of_the_line_makes_as_many_updates(choice, devices, caplog):
     "options",
     [
         {"policy": "sync", "joined_batches": 1},
+        {"rows": "speed"},
         {"scaling": jaxche.AdaScale()},
         {"data": [np.ones((4, 2), np.float32)], "epochs": 1},
     ],
