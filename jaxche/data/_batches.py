@@ -31,7 +31,7 @@ def checked_length(data: Any) -> int:
             f"data is one array of shape {tuple(data.shape)}, each row of which would be a batch; write "
             "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
         )
-    arrays = [x for x in data[:8] if hasattr(x, "ndim")] if isinstance(data, list | tuple) else []
+    arrays = [x for x in data[:8] if hasattr(x, "ndim")] if type(data) in (list, tuple) else []
     if len({x.ndim for x in arrays}) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in arrays)
         raise ValueError(

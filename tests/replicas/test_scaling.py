@@ -295,7 +295,6 @@ def test_the_record_reads_back_and_shows_scaling(problem, devices, told):
         ({"scaling": jaxche.AdaScale(), "base_batch_size": math.nan}, "base_batch_size=nan"),
         ({"scaling": jaxche.AdaScale(), "base_batch_size": True}, "base_batch_size=True"),
         ({"scaling": jaxche.AdaScale(), "base_batch_size": "8"}, "base_batch_size='8'"),
-        ({"scaling": jaxche.AdaScale(), "tx": optax.MultiSteps(optax.sgd(0.1), 2)}, "average='gradients'"),
         ({"scaling": jaxche.AdamScale(), "opt_state": "reset"}, "opt_state='local'"),
     ],
 )
