@@ -298,7 +298,9 @@ class Engine:
         Returns one feed for each local replica, and the milliseconds of compilation.
         """
         plan, given = planned.plan, planned.given
-        feeds = planned.reader.begin(plan, planned.state, self.ranks, given.done or plan.counts, given.keeps)
+        # Steps on parts of batches have no time limit; some may be without rows, and these are not the last ones.
+        counts = plan.counts if plan.shares else given.done or plan.counts
+        feeds = planned.reader.begin(plan, planned.state, self.ranks, counts, given.keeps)
         for replica, feed in zip(self._replicas, feeds, strict=True):
             # Gradients are summed: those of two batches, each with its rows, are that of the joined batch.
             feed.divides = self.average == "gradients" and isinstance(replica.placement, DevicePlacement)

@@ -246,7 +246,7 @@ def test_rounds_of_other_lengths_need_no_other_programs(make_problem, devices):
 
 
 def test_local_steps_on_rows_replay_and_resume_bit_for_bit(make_problem, devices, same, tmp_path, told):
-    problem = make_problem(examples=16 * 61, batch_size=16)
+    problem = make_problem(examples=16 * 61 + 5, batch_size=16)
 
     def run(**options):
         one = local_steps(problem, devices, 60.0, tx=optax.adam(0.05))
@@ -292,6 +292,16 @@ def test_where_small_steps_take_long_replicas_take_whole_batches(make_problem, d
     _, history = fit(local_steps(problem, devices, 100.0, fleet), problem, epochs=1)
     assert any(info.shares for info in history)  # it cannot know before it has tried
     assert not any(info.shares for info in history[-3:])
+
+
+@pytest.mark.parametrize("tuner", ["steady", "seed"])
+def test_tuners_that_choose_no_length_take_whole_batches(make_problem, devices, tuner):
+    problem = make_problem(examples=16 * 60, batch_size=16)
+    che = jaxche.ElChe(4, 2, tuner=tuner)
+    one = jaxche.Trainer(problem.loss, optax.sgd(0.1), che=che, fleet=FOUR, replicas=devices[:4], rows="speed")
+    _, history = fit(one, problem, epochs=1)
+    assert not any(info.shares for info in history)
+    assert max(history[-2].counts) > max(history[0].counts)
 
 
 @pytest.mark.slow
