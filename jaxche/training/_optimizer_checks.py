@@ -30,7 +30,7 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
 
 
 def check_model_state_of(tx: optax.GradientTransformation, params: Any, model_state: Any) -> None:
-    """Refuse the state of the optimizer in the place of the model state, which would start the optimizer anew."""
+    """Refuse the state of the optimizer in the place of the model state, whose moments and counts would be lost."""
     found = jax.tree.structure(model_state)
     if found.num_leaves and found == jax.tree.structure(jax.eval_shape(tx.init, params)) != jax.tree.structure(params):
         raise ValueError(

@@ -42,6 +42,7 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
     """
     world, left, settings = trainer.world_size, run.batches_left, trainer._settings
     shares_batches = settings.rows == "speed" and trainer.policy in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)
+    shares_batches &= settings.che is not None and settings.che.tuner == "progress"  # with the others, whole batches
     if (left is None and run.size == EPOCH_SIZE) or (shares_batches and settings.average == "parameters"):
         return None
     batches, span = (run.size, "an epoch") if left is None else (left, "this fit")

@@ -82,7 +82,7 @@ def become(words, env, *files):
 
 
 def answer(calls, call, files):
-    """Launch in this process, which was just forked, and end with the exit code, or as soon as nobody waits for it."""
+    """Launch in this process, which was just forked, and end with the exit code, or when the tests end."""
 
     def end():
         calls.recv(1)

@@ -116,6 +116,10 @@ def test_as_many_updates_or_a_scaling_rule_need_no_line(options, devices, caplog
     assert fit(caplog, devices, **options)[-1] == []
 
 
+def test_rows_by_speed_make_as_many_updates_only_in_rounds_of_a_chosen_length(devices, caplog):
+    assert len(fit(caplog, devices, rows="speed", replicas=3, che=jaxche.ElChe(3, 1, tuner="steady"))[-1]) == 1
+
+
 def test_limits_in_steps_and_in_time(devices, caplog):
     for limit, wanted in (({"max_steps": 36}, (12, 36)), ({"max_time": 1.0}, (8, 24))):
         caplog.clear()
