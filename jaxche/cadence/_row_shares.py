@@ -51,6 +51,7 @@ class RowShares:
       used: the shares so far, newest first; the last are those of the start, in which every rank has rows.
       compile_ms: the longest compilation of new shares.
       lost_ms: what the rounds since the last new shares have lost against the best ones.
+      shapes_differ: whether steps have joined rows of different shapes; local steps then take whole batches.
 
     Example:
       >>> shares = RowShares()
@@ -67,6 +68,7 @@ class RowShares:
     used: tuple[Split, ...] = ()
     compile_ms: float = 0.0
     lost_ms: float = 0.0
+    shapes_differ: bool = False
 
     def __repr__(self) -> str:
         """One line, without the measured times."""
@@ -166,8 +168,11 @@ class RowShares:
 
         Fewer batches make more steps, and no step is larger than a batch. They take longer a batch: by the part of a
         step that does not depend on its rows, and because rows are whole. So the number is the smallest that takes at
-        most 10 % longer than the best, and stays while it takes at most 15 % longer.
+        most 10 % longer than the best, and stays while it takes at most 15 % longer. Rows of different shapes are not
+        shared: each cut of a batch would need programs of its own.
         """
+        if self.shapes_differ:
+            return 0
         fixed, slope = self.fit()
         rows = [fill(n * batch_rows, fixed, slope, unit) for n in range(1, len(fixed) + 1)]
         ms = [_times(fixed, slope, r, r > 0).max() / n for n, r in enumerate(rows, start=1)]

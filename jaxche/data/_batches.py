@@ -443,6 +443,7 @@ class Feed:
       taken: the batches, and their rows, that are joined in the batch that was last taken.
       divides: whether a step on pieces of unlike shapes yields a batch for each shape, and is not refused.
       ends_step: whether the batch that was last taken is the last of its step.
+      divided: steps so far that were on pieces of unlike shapes.
     """
 
     def __init__(self, reader: BatchReader, steps: Sequence[Step]):
@@ -450,7 +451,7 @@ class Feed:
         self.steps = list(steps)
         self._is_stopped = False
         self.taken: Sequence[tuple[Key, slice]] = ()
-        self.divides, self.ends_step = False, True
+        self.divides, self.ends_step, self.divided = False, True, 0
 
     def request(self, position: int) -> None:
         if position < len(self.steps):
@@ -471,6 +472,7 @@ class Feed:
             if self._is_stopped:
                 return
             joined = join_pieces(step, self._reader.take, self.divides)
+            self.divided += len(joined) > 1
             self.request(position + self._reader.depth)
             for left, (batch, self.taken) in zip(reversed(range(len(joined))), joined, strict=True):
                 self.ends_step = left == 0

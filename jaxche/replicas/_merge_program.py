@@ -43,6 +43,7 @@ from jaxche.scaling import with_extra_args
 # ``group_ms`` is the time of the replica in merges with its group, waits included.
 # ``compile_ms`` is the time in which it compiled for batches of other shapes, which is in neither of them.
 # ``prepare_ms`` is the time in which its process compiled before the round, for new shares of rows.
+# ``divided`` is the number of its steps on rows of several shapes.
 # ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
 HOST_COLUMNS = (
     "count",
@@ -56,6 +57,7 @@ HOST_COLUMNS = (
     "failed",
     "stop",
     "accumulated",
+    "divided",
     "ended",
     "plan_high",
     "plan_low",

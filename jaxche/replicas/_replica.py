@@ -35,7 +35,8 @@ class LocalResult(NamedTuple):
     """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
 
     With outputs, those of each batch. ``group_ms`` is the time of merges with its group, waits included, and
-    ``compile_ms`` that of compilations; they are not in ``wall_ms``.
+    ``compile_ms`` that of compilations; they are not in ``wall_ms``. ``divided`` is the number of steps on rows of
+    several shapes.
     """
 
     carry: Carry
@@ -45,6 +46,7 @@ class LocalResult(NamedTuple):
     outputs: Sequence[BatchOutputs] = ()
     group_ms: float = 0.0
     compile_ms: float = 0.0
+    divided: int = 0
 
 
 class Pause(Protocol):
@@ -302,7 +304,8 @@ class Replica:
             carry = self._programs.finish(local, carry)
             if self._read_error is not None:
                 raise self._read_error
-            return LocalResult(carry, steps, wall_ms, outputs=outputs, compile_ms=1e3 * clock.compiled_s)
+            divided, compile_ms = feed.divided if isinstance(feed, Feed) else 0, 1e3 * clock.compiled_s
+            return LocalResult(carry, steps, wall_ms, outputs=outputs, compile_ms=compile_ms, divided=divided)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 

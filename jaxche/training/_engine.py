@@ -302,8 +302,9 @@ class Engine:
         counts = plan.counts if plan.shares else given.done or plan.counts
         feeds = planned.reader.begin(plan, planned.state, self.ranks, counts, given.keeps)
         for replica, feed in zip(self._replicas, feeds, strict=True):
-            # Gradients are summed: those of two batches, each with its rows, are that of the joined batch.
-            feed.divides = self.average == "gradients" and isinstance(replica.placement, DevicePlacement)
+            # Gradients are summed: those of two batches, each with its rows, are that of the joined batch. A local step
+            # makes an update for each shape.
+            feed.divides = isinstance(replica.placement, DevicePlacement)
         return feeds, self._compile_other_sizes(planned, feeds)
 
     def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> float:

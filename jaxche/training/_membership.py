@@ -257,7 +257,8 @@ class Membership:
             choice = Choice(reason="not measured again since the processes changed: exact sync", since=state.round)
         elif choice is not None:
             choice = Choice(ApplyPolicy.CADENCE, reason="one replica is left, which merges nothing", since=state.round)
-        return replace(state, che=self._agreed(state.che, order), row_shares=RowShares(), choice=choice)
+        shares = RowShares(shapes_differ=state.row_shares.shapes_differ)
+        return replace(state, che=self._agreed(state.che, order), row_shares=shares, choice=choice)
 
     def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
         """Raise the error if connections have broken too often in one round while all processes are alive."""

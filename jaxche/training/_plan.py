@@ -353,8 +353,8 @@ def next_shares(
     state = replace(state, choice=choice, che=che)
     joined = (choice and choice.joined) or rules.joined
     if rules.policy_of(state) is not ApplyPolicy.SYNC:
-        # "auto" takes whole batches in rounds of local steps, and so do tuners that choose no length of a round.
-        is_known = choice is None and shares.is_measured and che.round_ms > 0
+        # Where some replicas are idle the others take whole batches, and so do tuners that choose no length of a round.
+        is_known = not (choice and choice.active) and shares.is_measured and che.round_ms > 0
         joined = shares.fewest_joined(batch_size, unit) if is_known else 0
         if not joined:
             return replace(state, row_shares=shares.without())

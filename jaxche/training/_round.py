@@ -96,6 +96,7 @@ def host_rows(
             failed,
             stop,
             state.accumulated,
+            result.divided,
             ended,
             *plan.digest_halves(),
         ]
@@ -117,6 +118,7 @@ class RoundStatistics:
         core; the mean would follow a replica that started late, e.g. after an evaluation.
       last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
       stop: the most urgent request to stop.
+      is_divided: whether a replica made a step on rows of several shapes.
       ended: for each rank 0, or a number of its stream, if that has no more batches in this epoch.
       examples: of each replica.
       weights: the weight of the loss of each replica, above 0 where there are examples.
@@ -138,6 +140,7 @@ class RoundStatistics:
         self.last_sync_ms = statistics.median(host["last_sync_ms"].tolist())
         self.last_hidden_ms = statistics.median(host["last_hidden_ms"].tolist())
         self.stop = int(host["stop"].max())
+        self.is_divided = bool(host["divided"].any())
         self.ended = tuple(map(int, host["ended"]))
         self.examples = sums[:, 0]
         # Of the loss, and of each metric.

@@ -310,8 +310,7 @@ class Rounds:
         if engine.overlaps:
             in_flight = engine.start_merge(planned, results, rows, max(table.wall_ms), times.merge_ms)
             after = replace(after, in_flight=in_flight)
-        compile_ms = table.prepare_ms if settings.fleet is None else 0.0
-        after = self._with_shares(self._with_wire(after, given), planned, info, compile_ms)
+        after = self._with_shares(self._with_wire(after, given), planned, info, table)
         self._log_limit(after.che)
         if settings.outputs is not None and not given.keeps:
             settings.outputs(info, in_order([batch for result in results for batch in result.outputs]))
@@ -438,11 +437,14 @@ class Rounds:
         return replace(state, wire=choice)
 
     def _with_shares(
-        self, state: TrainerState, planned: PlannedRound, info: RoundInfo, compile_ms: float
+        self, state: TrainerState, planned: PlannedRound, info: RoundInfo, table: RoundStatistics
     ) -> TrainerState:
         """The state with the rows of each replica, if they follow from its speed, and the choice of ``"auto"``."""
         if self._settings.rows != "speed" or planned.reader.is_sharded:
             return state
+        if table.is_divided:
+            state = replace(state, row_shares=replace(state.row_shares, shapes_differ=True))
+        compile_ms = table.prepare_ms if self._settings.fleet is None else 0.0
         return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows, compile_ms)
 
     def _log_limit(self, che: ElChe | None) -> None:

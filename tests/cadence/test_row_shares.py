@@ -211,6 +211,7 @@ def test_local_steps_share_few_batches_where_that_takes_little_more_time(ms, fix
         wall = [fixed + (one - fixed) * 8 / BATCH for one in ms]
         shares = shares.report([1] * len(ms), sizes, wall)
     assert shares.without().fewest_joined(BATCH) == wanted
+    assert dataclasses.replace(shares, shapes_differ=True).fewest_joined(BATCH) == 0
 
 
 @given(

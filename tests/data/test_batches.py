@@ -156,6 +156,7 @@ def test_a_step_on_unlike_batches_is_divided_where_it_may_be():
         ((2, 5), [((0, 2), slice(0, 2))], True),
         ((2, 5), [((0, 2), slice(2, 4))], True),
     ]
+    assert feed.divided == 1
     reader.close()
 
 

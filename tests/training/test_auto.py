@@ -42,6 +42,16 @@ def test_it_starts_in_sync_and_goes_where_progress_is(large, devices):
     assert one.explain(state).startswith("local steps in rounds of")
 
 
+def test_local_steps_share_batches(large, devices):
+    one = trainer(large, devices)
+    _, history = fit(one, large)
+    local = [info for info in history if info.policy == "cadence"]
+    assert not local[0].shares  # its length is not chosen yet
+    assert len(set(local[1].counts)) == 1
+    assert local[1].counts[0] > 1
+    assert local[1].shares == (6, 6, 3, 1)
+
+
 @pytest.mark.slow
 def test_a_cheap_merge_keeps_exact_sync(large, devices):
     one = trainer(large, devices, sync_ms=0.2)

@@ -1,5 +1,6 @@
 """Who goes on, how often, with which cadence; tests/multiprocess does it with real processes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,8 @@ def test_the_choice_between_sync_and_local_steps_is_made_again_from_exact_sync()
     assert two.choice.reason.startswith("not measured again")
     assert two.row_shares == RowShares()
     assert two.che.world_size == 2
+    kept = RowShares(shapes_differ=True)
+    assert one._of_ranks(replace(state, row_shares=kept), [0, 2]).row_shares == kept  # the data is the same
     one._trainer._engine.order = [0, 2]
     alone = one._of_ranks(two, [2])
     assert (alone.choice.policy, alone.che) == (ApplyPolicy.CADENCE, None)

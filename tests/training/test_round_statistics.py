@@ -47,6 +47,8 @@ def test_reads():
     assert t.metrics == {"mae": 0.5}
     assert not t.stop
     assert table(stop=(1, 1.0)).stop
+    assert not t.is_divided
+    assert table(divided=(1, 2.0)).is_divided
     refuse(t)
 
 

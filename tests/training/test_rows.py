@@ -9,9 +9,11 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.cadence import RoundPlan
 from jaxche.training import Checkpoints
 
 FOUR = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=0.0)
+DEAR = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=11.0)
 TWO = jaxche.VirtualFleet([20, 50], sync_ms=0.0, fixed_ms=4.0)
 
 
@@ -273,16 +275,17 @@ def test_local_steps_on_parts_of_batches_count_in_schedules(make_problem, device
     assert sum(info.batches for info in history) == 48
 
 
-def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devices):
+@pytest.mark.parametrize("batches", [95, 97])
+def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devices, batches):
     """A part of each step does not depend on its rows, so that a step has two batches; an epoch has an odd number."""
-    problem = make_problem(examples=16 * 95, batch_size=16)
+    problem = make_problem(examples=16 * batches, batch_size=16)
     fleet = jaxche.VirtualFleet([20, 20, 20, 20], sync_ms=0.0, fixed_ms=1.5)
     _, history = fit(local_steps(problem, devices, 60.0, fleet), problem, epochs=1)
     *others, last = [info for info in history if info.shares]
     settled = [info for info in others if info.joined == 2 * info.counts[0]]
     assert len(settled) > 3
     assert {rows / n for info in settled for rows, n in zip(info.rows, info.counts, strict=True)} == {8}
-    assert sum(info.examples for info in history) == 95 * 16
+    assert sum(info.examples for info in history) == batches * 16
     assert last.joined % 2
 
 
@@ -337,10 +340,10 @@ def test_only_sync_joins_a_given_number_of_batches(problem, devices):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], joined_batches=3)
 
 
-def bucketed():
+def bucketed(rows=8):
     """Batches whose rows have 4, 6 or 8 numbers, as texts that are sorted by length; the last one is smaller."""
     rng = np.random.default_rng(3)
-    x = [rng.normal(size=(8, 4 + 2 * rng.integers(3))).astype(np.float32) for _ in range(22)]
+    x = [rng.normal(size=(rows, 4 + 2 * rng.integers(3))).astype(np.float32) for _ in range(22)]
     return [{"x": part, "y": part.sum(1)} for part in [*x, x[0][:3]]]
 
 
@@ -353,10 +356,8 @@ BUCKETS = {"in": np.random.default_rng(4).normal(size=(8, 3)).astype(np.float32)
 
 
 def in_buckets(devices, fleet, **options):
-    options = {"policy": "sync"} | options
-    return jaxche.Trainer(
-        loss_of_buckets, optax.adam(0.05), replicas=devices[: len(fleet.ms_per_batch)], fleet=fleet, **options
-    )
+    options = {"policy": "sync", "replicas": devices[: len(fleet.ms_per_batch)]} | options
+    return jaxche.Trainer(loss_of_buckets, optax.adam(0.05), fleet=fleet, **options)
 
 
 @pytest.mark.parametrize(("fleet", "joined"), [(TWO, None), (TWO, 3), (FOUR, None), (FOUR, 6)])
@@ -389,10 +390,64 @@ def test_auto_joins_batches_of_unlike_shapes(devices):
     assert any(info.joined == 2 and info.shares for info in history)
 
 
-def test_where_batches_of_unlike_shapes_cannot_be_divided_the_line_is_given(devices):
-    one = in_buckets(devices, TWO, average="parameters")
+def test_on_islands_batches_of_unlike_shapes_are_refused_with_the_line(devices):
+    strategy = jaxche.NoShard()
+    meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:8])]
+    one = in_buckets(devices, TWO, replicas=meshes, strategy=strategy)
     with pytest.raises(ValueError, match=r"a row of \['x'\] has shape \(\d,\) in one and .*write rows='equal'"):
         one.fit(one.init(BUCKETS), bucketed(), epochs=6, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "options"),
+    [
+        (DEAR, {"policy": "cadence", "rows": "speed", "wire": "int8", "overlap": 0.5}),
+        (DEAR, {"policy": "async", "rows": "speed"}),
+        (DEAR, {"policy": "auto"}),
+        (TWO, {"policy": "sync", "average": "parameters"}),
+    ],
+    ids=lambda one: one.get("policy") if isinstance(one, dict) else "",
+)
+def test_local_steps_on_batches_of_unlike_shapes_make_an_update_for_each(devices, same, fleet, options):
+    data = bucketed(32)
+    one = in_buckets(devices, fleet, **options)
+    state, history = one.fit(one.init(BUCKETS), data, epochs=8, progress=False)
+    assert sum(info.examples for info in history) == 8 * sum(len(batch["y"]) for batch in data)
+    assert history[-1].loss < 0.7 * history[0].loss
+    assert state.row_shares.shapes_differ
+    again, _ = one.replay(one.init(BUCKETS), data, history)
+    same(one.params(again), one.params(state))
+    local = [info for info in history if info.policy != "sync"]
+    if local:  # the first of them may be divided, and then they take whole batches
+        assert sum(bool(info.shares) for info in local) == 1
+        assert not local[-1].shares
+
+
+def test_a_local_step_on_rows_of_two_shapes_is_an_update_for_each_in_turn(devices, close):
+    """A slow twin: each replica on its pieces of the batches, which are cut where their shapes change."""
+    data = bucketed(32)
+    one = jaxche.Trainer(loss_of_buckets, optax.sgd(0.05), replicas=devices[:4], fleet=DEAR, rows="speed")
+    after = one.init(BUCKETS)
+    for _ in range(8):
+        before, (after, info) = after, one.round(after, data)
+        if info.shares:
+            break
+    plan = RoundPlan(info.round, before.epoch, before.cursor, info.counts, len(data), info.shares, info.joined)
+    gradient = jax.jit(jax.grad(lambda params, batch: loss_of_buckets(params, batch)[0]))
+    total, updates = jax.tree.map(np.zeros_like, BUCKETS), 0
+    for rank in range(4):
+        params = one.params(before)
+        for step in plan.steps(rank):
+            cuts = [(data[piece.key[1]], piece.rows(len(data[piece.key[1]]["y"]))) for piece in step]
+            parts = [{name: x[rows] for name, x in batch.items()} for batch, rows in cuts if rows.start < rows.stop]
+            for _, alike in itertools.groupby(parts, key=lambda part: part["x"].shape[1]):
+                joined = jax.tree.map(lambda *rows: np.concatenate(rows), *alike)
+                params = jax.tree.map(lambda p, g: p - 0.05 * g, params, gradient(params, joined))
+                updates += 1
+        share = info.shares[rank] / sum(info.shares)
+        total = jax.tree.map(lambda t, p, share=share: t + share * p, total, params)
+    assert updates > sum(info.counts)
+    close(one.params(after), total, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("fleet", "joined"), [(TWO, None), (FOUR, 16)])
