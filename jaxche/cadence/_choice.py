@@ -12,7 +12,7 @@ import numpy as np
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares, fill
-from jaxche.cadence._tuners import half_life_ms, middle
+from jaxche.cadence._tuners import best_shared_ms, effective_ranks, half_life_ms, middle, shared_worth
 
 # Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
 _JOINED = 0.9
@@ -37,7 +37,8 @@ class Choice:
 
     Attributes:
       policy: ``sync`` or ``cadence``.
-      joined: batches in an update under ``sync``.
+      joined: batches in an update under ``sync``; under ``cadence`` those that a local step of all shares, 0 for steps
+        on whole batches.
       active: whether each replica takes part; the others stay idle. Empty for all.
       reason: why, in one line.
       since: the round of the choice.
@@ -51,7 +52,8 @@ class Choice:
 
     def __repr__(self) -> str:
         """One line, without the reason."""
-        joined = f", {self.joined} batches an update" if self.policy is ApplyPolicy.SYNC and self.joined else ""
+        unit = "an update" if self.policy is ApplyPolicy.SYNC else "a step"
+        joined = f", {self.joined} batches {unit}" if self.joined else ""
         part = f", {sum(self.active)} of {len(self.active)} replicas" if self.active else ""
         return f"Choice(policy {self.policy.value!r} since round {self.since}{joined}{part})"
 
@@ -80,10 +82,13 @@ class Option:
     round_ms: float
 
 
-def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, unit: int = 1) -> list[Option]:
+def options(
+    shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, unit: int = 1, shared: int = 0
+) -> list[Option]:
     """All ways to use these replicas, with their progress.
 
     sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
+    cadence:  0.93 k / T_k · T / (T + C) / (1 + (T / T₀)²),   T₀ = 1.2 τ / N,   steps share k batches
     cadence:  N^-0.12 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     Args:
@@ -92,25 +97,38 @@ def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, u
       sync_ms: time C of a merge.
       tau_ms: round length τ at which local steps make half of their progress.
       unit: rows are shared in multiples of it.
+      shared: batches that local steps may share; 0 if they may not.
     """
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
     speed, world = 1 / ms, len(ms)
     fast, every = float(ms.min()), (True,) * world
     found = []
+
+    def joined_ms(k: int) -> tuple[np.ndarray, float]:
+        """The rows of each replica of k batches, and the time that they take."""
+        rows = fill(k * batch_rows, fixed, slope, unit)
+        return rows, float((fixed + slope * rows)[rows > 0].max())
+
     # At most what all do while the fastest replica does one batch. Steps of few rows may take as long as those of many:
     # then that is measured, and other options win.
     for k in range(1, math.ceil(fast * speed.sum() - 1e-9) + 1):
-        rows = fill(k * batch_rows, fixed, slope, unit)
-        wall = float((fixed + slope * rows)[rows > 0].max())
+        _, wall = joined_ms(k)
         progress, rate = k**_JOINED / (wall + sync_ms), k / (wall + sync_ms) / speed.sum()
         found.append(Option(ApplyPolicy.SYNC, k, every, progress * fast, rate, wall))
+    if shared:
+        rows, wall = joined_ms(shared)
+        alike = effective_ranks(rows)
+        length = max(best_shared_ms(sync_ms, tau_ms, alike), wall)
+        rate = shared / wall * length / (length + sync_ms)
+        progress = rate * shared_worth(length, tau_ms, alike) * fast
+        found.append(Option(ApplyPolicy.CADENCE, shared, every, progress, rate / speed.sum(), length))
     order = np.argsort(ms, kind="stable")
     for m in range(1, world + 1):
         v = speed[order[:m]]
         length = max(math.sqrt(sync_ms * tau_ms), fast) if m > 1 else alone_batches(sync_ms, fast) * fast
         rate = float(v.sum()) * length / (length + sync_ms)
-        worth = float(v.sum() ** 2 / (v**2).sum()) ** _MERGED / (1 + length / tau_ms) if m > 1 else 1.0
+        worth = effective_ranks(v) ** _MERGED / (1 + length / tau_ms) if m > 1 else 1.0
         active = every if m == world else tuple(bool(rank in order[:m]) for rank in range(world))
         found.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
     return found
@@ -145,14 +163,16 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     fast = min(ms for ms in che.ms_per_batch if ms)
     known = che.travel_samples and (local or round - now.since < _FORGOTTEN)
     tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
-    found = options(shares, batch_rows, sync_ms, tau_ms, unit)
+    shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit)
+    found = options(shares, batch_rows, sync_ms, tau_ms, unit, shared)
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
-    leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE
+    leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE and not all(best.active)
     if same and not leaves_some_out and best.progress < _BETTER * same[0].progress:
         best = same[0]
     active = () if all(best.active) else best.active
     changed = (best.policy, active) != (now.policy, now.active)
+    changed |= best.policy is ApplyPolicy.CADENCE and bool(best.joined) != bool(now.joined)
     since = round if changed or round - now.since >= _FORGOTTEN else now.since
     return Choice(best.policy, best.joined, active, _reason(best, found, sync_ms), since)
 
@@ -188,7 +208,7 @@ def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
     elif sum(best.active) == 1:
         what = f"rank {best.active.index(True)} alone"
     else:
-        what = f"local steps in rounds of {best.round_ms:.3g} ms"
+        what = f"local steps{' that share batches' * bool(best.joined)} in rounds of {best.round_ms:.3g} ms"
     idle = [rank for rank, active in enumerate(best.active) if not active]
     others = ", ".join(f"{name} {progress:.2f}" for name, progress in rivals.items())
     out = f"; ranks {idle} would add nothing: leave them out, or give them evaluation" if idle else ""

@@ -171,7 +171,7 @@ class RowShares:
         most 10 % longer than the best, and stays while it takes at most 15 % longer. Rows of different shapes are not
         shared: each cut of a batch would need programs of its own.
         """
-        if self.shapes_differ:
+        if self.shapes_differ or not self.is_measured:
             return 0
         fixed, slope = self.fit()
         rows = [fill(n * batch_rows, fixed, slope, unit) for n in range(1, len(fixed) + 1)]

@@ -25,6 +25,8 @@ HYSTERESIS = 0.6
 # τ, the round length at which local steps make half of their progress, relative to the time in which a replica moves as
 # far as its parameters are long.
 _HALF = 0.45
+# The same where local steps share batches, relative to τ and of one replica, and their progress in rounds of one step.
+_SHARED, _SHARED_WORTH = 1.2, 0.93
 # Limits of that time, in batches of the fastest rank.
 _SHORTEST, _LONGEST = 5.0, 2000.0
 # The round length is kept while it is this close to the best one, because other lengths need compilation.
@@ -261,6 +263,48 @@ def best_round_ms(sync_ms: float, tau: float, overlap: float = 0.0) -> float:
     """
     hidden = sync_ms / overlap if overlap else math.inf
     return min(math.sqrt(sync_ms * tau / (1 - overlap)), hidden)
+
+
+def best_shared_ms(sync_ms: float, tau: float, replicas: float, overlap: float = 0.0) -> float:
+    """The round length T with the most progress where local steps share batches, T / (T + C - f T) · worth(T).
+
+    2 T³ + C T² = C T₀²  with C / (1 - f) for C, but no longer than hides the merge, C / f
+    """
+    hidden = sync_ms / overlap if overlap else math.inf
+    cost, whole = sync_ms / (1 - overlap), _shared_scale(tau, replicas)
+    length = (cost * whole**2 / 2) ** (1 / 3)
+    for _ in range(8):  # Newton's method from above, on a function that is convex there
+        length -= (2 * length**3 + cost * (length**2 - whole**2)) / (6 * length**2 + 2 * cost * length or 1)
+    return min(length, hidden)
+
+
+def shared_round_ms(che: CadenceState, rows: Sequence[float]) -> float:
+    """The length of a round whose local steps share batches, each rank with so many rows of a step."""
+    if not (che.sync_samples and che.travel_samples and che.round_ms):
+        return che.round_ms
+    sync, fast = middle(che.sync_samples), min(ms for ms in che.ms_per_batch if ms)
+    tau = che.half_life * half_life_ms(middle(che.travel_samples), fast)
+    best = best_shared_ms(sync, tau, effective_ranks(rows), che.overlap)
+    return min(best, 2 * che.round_ms)  # which grows step by step
+
+
+def effective_ranks(speeds: Sequence[float]) -> float:
+    """The number of ranks of equal speed whose mean is as noisy, (Σ v)² / Σ v²."""
+    v = np.asarray(speeds, np.float64)
+    return float(v.sum() ** 2 / (v**2).sum())
+
+
+def shared_worth(round_ms: float, tau: float, replicas: float) -> float:
+    """The progress of local steps that share batches, relative to as many steps of one device, 0.93 / (1 + (T / T₀)²).
+
+    To first order in the learning rate they are those steps, so what is lost grows with the square of a round.
+    """
+    return _SHARED_WORTH / (1 + (round_ms / _shared_scale(tau, replicas)) ** 2)
+
+
+def _shared_scale(tau: float, replicas: float) -> float:
+    """T₀, the round length at which local steps that share batches make half of their progress."""
+    return _SHARED * tau / replicas
 
 
 def half_life_ms(travel_ms: float, fast_ms: float) -> float:

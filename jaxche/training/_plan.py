@@ -17,6 +17,7 @@ from jaxche.cadence import (
     choose,
     clamp_counts,
     limit_lead,
+    shared_round_ms,
     split_by_ratio,
 )
 from jaxche.data import Key, Reader
@@ -228,10 +229,10 @@ def _shares(state: TrainerState, rules: PlanRules) -> RowShares:
 
 
 def _steps_of_shares(state: TrainerState, shares: RowShares) -> int:
-    """The steps of all ranks, each on joined batches, in a round of the length that the cadence has chosen."""
+    """The steps of all ranks, each on joined batches, in a round of the best length for such steps."""
     if state.che is None or not shares.is_measured:
         return 1
-    return max(1, round(state.che.round_ms / max(shares.times())))
+    return max(1, round(shared_round_ms(state.che, shares.rows) / max(shares.times())))
 
 
 def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:
@@ -353,9 +354,8 @@ def next_shares(
     state = replace(state, choice=choice, che=che)
     joined = (choice and choice.joined) or rules.joined
     if rules.policy_of(state) is not ApplyPolicy.SYNC:
-        # Where some replicas are idle the others take whole batches, and so do tuners that choose no length of a round.
-        is_known = not (choice and choice.active) and shares.is_measured and che.round_ms > 0
-        joined = shares.fewest_joined(batch_size, unit) if is_known else 0
-        if not joined:
+        joined = shares.fewest_joined(batch_size, unit) if choice is None else choice.joined
+        # Tuners that choose no length of a round take whole batches.
+        if not joined or not che.round_ms or shares.shapes_differ:
             return replace(state, row_shares=shares.without())
     return replace(state, row_shares=shares.split(joined, batch_size, unit, max_rows))

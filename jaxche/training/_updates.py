@@ -38,10 +38,11 @@ def expected_updates(trainer: Rounds, batches: int, size: int) -> tuple[int, boo
 def updates_line(trainer: Rounds, run: Run) -> str | None:
     """The line for a run that makes fewer updates than one device would; None where it makes as many, or for a stream.
 
-    A scaling rule already makes the steps larger, and local steps that share batches are about as many.
+    A scaling rule already makes the steps larger, and local steps that share batches are about as many. ``"auto"``
+    takes such steps, or weighs the number of updates against their cost.
     """
     world, left, settings = trainer.world_size, run.batches_left, trainer._settings
-    shares_batches = settings.rows == "speed" and trainer.policy in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)
+    shares_batches = settings.rows == "speed" and trainer.policy is not ApplyPolicy.SYNC
     shares_batches &= settings.che is not None and settings.che.tuner == "progress"  # with the others, whole batches
     if (left is None and run.size == EPOCH_SIZE) or (shares_batches and settings.average == "parameters"):
         return None

@@ -1,6 +1,7 @@
 """The choice of policy="auto": exact sync where a merge is cheap, local steps where it is not, no useless device."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -34,10 +35,42 @@ def test_a_cheap_merge_is_for_exact_sync_and_a_dear_one_for_local_steps(ms):
 
 def test_small_updates_where_small_steps_are_short():
     assert chosen((20, 20, 40, 80), 0.2).joined == 1
-    assert chosen((20, 20, 40, 80), 2.0).joined == 2
+    updates = chosen((20, 20, 40, 80), 2.0, travel_ms=300.0)  # replicas move too fast for local steps
+    assert (updates.policy, updates.joined) == (ApplyPolicy.SYNC, 2)
     # Most of a step does not depend on its rows.
     assert chosen((20, 20, 40, 80), 0.2, fixed=15.0).joined == 3
     assert chosen((20,) * 8, 0.2, fixed=15.0).joined == 8
+
+
+def test_local_steps_share_batches_where_rounds_are_short():
+    short = chosen((20, 20, 40, 80), 11.0, travel_ms=2e3)
+    assert (short.policy, short.joined) == (ApplyPolicy.CADENCE, 1)
+    assert short.reason.startswith("local steps that share batches in rounds of ")
+    long = chosen((20, 20, 40, 80), 400.0, travel_ms=4e3)
+    assert (long.policy, long.joined, long.active) == (ApplyPolicy.CADENCE, 0, ())
+    assert long.reason.startswith("local steps in rounds of ")
+    # A part of a step does not depend on its rows, so steps are on two batches.
+    assert chosen((20,) * 4, 40.0, travel_ms=1e4, fixed=1.5).joined == 2
+
+
+def test_a_change_to_whole_batches_is_tried_for_some_rounds():
+    now = Choice(ApplyPolicy.CADENCE, 1, since=3)
+    changed = chosen((20, 20, 40, 80), 400.0, travel_ms=4e3, now=now, round=20)
+    assert (changed.joined, changed.since) == (0, 20)
+    kept = chosen((20, 20, 40, 80), 11.0, travel_ms=2e3, now=now, round=20)
+    assert (kept.joined, kept.since) == (1, 3)
+
+
+def test_rows_of_different_shapes_are_not_shared():
+    shares, che = measured((20, 20, 40, 80), 11.0, 2e3)
+    for now in (Choice(), Choice(ApplyPolicy.CADENCE, 1)):
+        assert choose(now, replace(shares, shapes_differ=True), che, BATCH, 10).joined == 0
+
+
+def test_the_batches_of_exact_sync_are_not_those_of_local_steps():
+    """After updates on two batches, as after none, local steps share one."""
+    shares, che = measured((20, 20, 40, 80), 11.0, 2e3)
+    assert choose(Choice(joined=2), shares.split(2, BATCH), che, BATCH, 10).joined == 1
 
 
 def test_small_steps_that_turn_out_to_take_as_long_are_given_up():
@@ -143,3 +176,4 @@ def test_repr_leaves_the_reason_out():
     assert repr(Choice(joined=3, since=4)) == "Choice(policy 'sync' since round 4, 3 batches an update)"
     local = Choice(ApplyPolicy.CADENCE, 0, (True, False, True), "a reason", 9)
     assert repr(local) == "Choice(policy 'cadence' since round 9, 2 of 3 replicas)"
+    assert repr(Choice(ApplyPolicy.CADENCE, 2)) == "Choice(policy 'cadence' since round 0, 2 batches a step)"

@@ -1,12 +1,21 @@
 """The progress tuner: rounds as long as merges and movement make best, whatever a single report says."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import jaxche
-from jaxche.cadence._tuners import best_round_ms, half_life_ms, progress_anchor
+from jaxche.cadence._tuners import (
+    best_round_ms,
+    best_shared_ms,
+    effective_ranks,
+    half_life_ms,
+    progress_anchor,
+    shared_round_ms,
+    shared_worth,
+)
 
 SPEEDS = {"two": (20.0, 50.0), "four": (20.0, 20.0, 40.0, 80.0)}
 
@@ -113,6 +122,40 @@ def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the
         assert best == pytest.approx(lengths[cost.argmin()], rel=1e-3)
     # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
     assert progress_anchor(np.array([50.0, 20.0]), 100.0, 3000.0, 200.0, 200, None, 0.5) == 4
+
+
+@pytest.mark.parametrize("sync_ms", [0.2, 11.0, 300.0])
+@pytest.mark.parametrize("tau", [100.0, 900.0, 20_000.0])
+@pytest.mark.parametrize("replicas", [1.7, 6.8])
+def test_steps_that_share_batches_take_rounds_of_most_progress(sync_ms, tau, replicas):
+    best = best_shared_ms(sync_ms, tau, replicas)
+    lengths = best * np.geomspace(0.001, 5.0, 60_001)
+    progress = [T / (T + sync_ms) * shared_worth(T, tau, replicas) for T in lengths]
+    assert best == pytest.approx(lengths[np.argmax(progress)], rel=1e-3)
+    hidden = [min(T / (T + max(0.0, sync_ms - 0.4 * T)), 1) * shared_worth(T, tau, replicas) for T in lengths]
+    assert best_shared_ms(sync_ms, tau, replicas, 0.4) == pytest.approx(lengths[np.argmax(hidden)], rel=1e-3)
+
+
+def test_a_merge_that_costs_nothing_ends_every_step_that_shares_batches():
+    assert best_shared_ms(0.0, 900.0, 3.0) == 0
+
+
+def test_replicas_of_unequal_speed_count_as_fewer():
+    assert effective_ranks((5, 5, 5)) == pytest.approx(3)
+    assert effective_ranks((18, 18, 8, 4)) == pytest.approx(48**2 / 728)
+    assert effective_ranks((7, 0)) == 1
+
+
+def test_more_replicas_share_batches_in_shorter_rounds():
+    che, _ = run((20.0, 20.0), 11.0, 2000.0)
+    two, four = (shared_round_ms(che, rows) for rows in ((8, 8), (4, 4, 4, 4)))
+    assert two == pytest.approx(best_shared_ms(11.0, half_life_ms(2000.0, 20.0), 2))
+    assert 0.6 * two < four < 0.7 * two  # about as the number to the power of -2/3
+    # While rounds grow, those that share batches grow with them.
+    assert shared_round_ms(replace(che, round_ms=20.0), (8, 8)) == 40.0
+    assert shared_round_ms(jaxche.ElChe(2, 1, tuner="progress"), (8, 8)) == 0.0
+    grouped = replace(che, half_life=4.0)
+    assert two < shared_round_ms(grouped, (8, 8)) == pytest.approx(min(2 * che.round_ms, two * 4 ** (2 / 3)), rel=0.1)
 
 
 def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():

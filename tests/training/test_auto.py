@@ -39,7 +39,7 @@ def test_it_starts_in_sync_and_goes_where_progress_is(large, devices):
     assert {info.average for info in history if info.policy == "sync"} == {"gradients"}
     assert {info.average for info in history if info.policy == "cadence"} == {"parameters"}
     assert sum(info.examples for info in history) == 3 * (16 * 60 + 5)
-    assert one.explain(state).startswith("local steps in rounds of")
+    assert one.explain(state).startswith("local steps that share batches in rounds of")
 
 
 def test_local_steps_share_batches(large, devices):

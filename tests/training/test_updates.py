@@ -54,7 +54,7 @@ def test_under_sync_the_number_is_that_of_the_rounds(joined, examples, devices, 
 
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 def test_averaging_parameters_it_is_the_mean_over_the_replicas(policy, devices, caplog):
-    _, history, _, (line,) = fit(caplog, devices, policy=policy)
+    _, history, _, (line,) = fit(caplog, devices, policy=policy, rows="equal")
     assert numbers(line) == (16, 48)
     assert "about 16 updates" in line
     assert 'policy="sync", joined_batches=1' in line
@@ -108,6 +108,7 @@ def test_a_choice_of_the_line_makes_as_many_updates(choice, devices, caplog):
     [
         {"policy": "sync", "joined_batches": 1},
         {"rows": "speed"},
+        {"policy": "auto"},
         {"scaling": jaxche.AdaScale()},
         {"data": [np.ones((4, 2), np.float32)], "epochs": 1},
     ],
