@@ -56,7 +56,7 @@ def outputs_of(result: Any, scalars_only: bool = False) -> Any:
     """The result of a metric function: a dict of scalars and ``Weighted``, or an object that merges.
 
     A loss function may serve as one: its loss and its metrics are the results, its model state is discarded, and with
-    ``scalars_only`` so is all else that it returns.
+    ``scalars_only`` so is all else that it returns. A metric that is called ``loss`` gives way to the loss.
     """
     if _merges(result):
         return result
@@ -68,7 +68,7 @@ def outputs_of(result: Any, scalars_only: bool = False) -> Any:
         if scalars_only:
             rest = {name: x for name, x in rest.items() if _is_scalar(x)} if isinstance(rest, Mapping) else {}
         if isinstance(rest, Mapping):
-            result = {"loss": loss, **rest}
+            result = {"loss": loss, **rest} | {"loss": loss}
     if not isinstance(result, Mapping) or not result:
         raise ValueError(f"metric_fn returned {type(result).__name__}; {_FORMS}")
     return {name: _scalar(name, value) for name, value in result.items()}

@@ -1,5 +1,6 @@
 """Callbacks: loggers, profiler and live plot."""
 
+import dataclasses
 import gzip
 import json
 import sys
@@ -34,6 +35,8 @@ def test_scalars(fit):
     assert not any(name.startswith(("scaling/", "validation/")) for name in found)
     history[-1].validation["loss"] = 0.25
     assert scalars(history[-1])["validation/loss"] == 0.25
+    other = dataclasses.replace(history[-1], metrics={"loss": 9.0})
+    assert scalars(other)["loss"] == history[-1].loss
     assert "scaling/noise" in scalars(fit(scaling=jaxche.AdaScale())[-1])
 
 

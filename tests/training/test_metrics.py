@@ -149,6 +149,7 @@ def test_what_a_metric_function_may_return():
     assert outputs_of(Weighted(loss, loss)) == {"loss": Weighted(2, 2)}
     assert outputs_of((loss, (metrics, {"mean": jnp.zeros(3)}))) == {"loss": 2, "a": 0.5, "b": Weighted(3, 4)}
     assert outputs_of((Weighted(loss, loss), metrics))["loss"] == Weighted(2, 2)
+    assert outputs_of((loss, {"a": 0.5, "loss": 9.0})) == {"loss": 2, "a": 0.5}
     merging = Mean(loss, loss)
     assert outputs_of(merging) is merging
 
