@@ -203,7 +203,7 @@ def next_plan(state: TrainerState, size: int, rules: PlanRules, end: End = ENDLE
     plan = RoundPlan(state.round, epoch, start, (0,) * rules.world_size, size)
     shares = _shares(state, rules)
     if shares.rows:
-        number = 1 if rules.policy_of(state) is ApplyPolicy.SYNC else _steps_of_shares(state, shares)
+        number = 1 if rules.policy_of(state) is ApplyPolicy.SYNC else _steps_of_shares(state, shares, rules)
         steps, joined = tuple(n * number for n in shares.steps), shares.joined * number
         plan = replace(plan, counts=steps, shares=shares.rows, joined=joined)
         total = _even_total(joined, left)
@@ -228,11 +228,14 @@ def _shares(state: TrainerState, rules: PlanRules) -> RowShares:
     return RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
 
 
-def _steps_of_shares(state: TrainerState, shares: RowShares) -> int:
+def _steps_of_shares(state: TrainerState, shares: RowShares, rules: PlanRules) -> int:
     """The steps of all ranks, each on joined batches, in a round of the best length for such steps."""
     if state.che is None or not shares.is_measured:
         return 1
-    return max(1, round(shared_round_ms(state.che, shares.rows) / max(shares.times())))
+    length_ms = shared_round_ms(state.che, shares.rows)
+    if rules.policy is ApplyPolicy.ASYNC:  # which lowers the anchor while replicas drift apart
+        length_ms = min(length_ms, state.che.anchor_wall_ms)
+    return max(1, round(length_ms / max(shares.times())))
 
 
 def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:

@@ -162,6 +162,22 @@ def test_rows_by_speed_end_with_rounds_of_equal_length(policy):
     assert [plan.joined for plan in planned((1, 1), 25, policy, most=10, shares=shares)] == [8, 2]
 
 
+def test_async_merges_steps_that_share_batches_sooner_once_its_anchor_is_lowered():
+    che = ElChe(2, 8, tuner="progress")
+    for _ in range(4):
+        che = che.report_timing([20.0 * n for n in che.batch_counts], che.batch_counts, 20.0, travel_ms=8e3)
+    shares = RowShares()
+    for _ in range(3):
+        shares = shares.report((1, 1), (16, 16), (20.0, 20.0)).split(1, 16)
+    before, lowered = (state(one, row_shares=shares) for one in (che, che.nudge_anchor_down(0.5)))
+
+    def steps(state, policy):
+        return next_plan(state, 999, rules(policy)).counts[0]
+
+    assert steps(lowered, ApplyPolicy.CADENCE) == steps(before, ApplyPolicy.CADENCE)
+    assert steps(lowered, ApplyPolicy.ASYNC) < 0.8 * steps(before, ApplyPolicy.ASYNC)
+
+
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
 @pytest.mark.parametrize("most", [1, 2, 13])
 def test_a_plan_has_no_more_batches_than_the_run(policy, most):
