@@ -41,13 +41,18 @@ PLAIN_CODE = (
 )
 
 
+# Linux allows a process 65,530 memory maps, and a program takes about ten. Without any left XLA ends the process.
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), 30_000
+_PROGRAMS = {}
+
+
 def share_programs():
     """One program serves all functions that compile to it, as long as this process lives.
 
     JAX's cache reads and links it again for each of them. Programs belong to a client; on CPUs their keys name the
     devices too.
     """
-    programs = {}
+    programs = _PROGRAMS
     read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
 
     def get(key, options, backend, devices, callbacks=()):
@@ -131,6 +136,16 @@ def _no_launcher():
         for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs():
+    """A process of many modules drops its programs before it has no memory maps left."""
+    yield
+    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MOST_MAPS:
+        _PROGRAMS.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

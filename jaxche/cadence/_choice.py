@@ -14,18 +14,19 @@ from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares, fill
 from jaxche.cadence._tuners import best_shared_ms, effective_ranks, half_life_ms, middle, shared_worth
 
-# Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
-_JOINED = 0.9
-# Progress of local steps of N replicas of equal speed, relative to the same number of steps one after the other: N to
-# this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
-_MERGED = -0.12
+# Progress of one update with the gradients of k batches, in steps on one batch, or of one step each of k replicas of
+# equal speed on whole batches: k to this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
+_AT_ONCE = 0.75
 # Another choice must have this much more expected progress, because its programs have to be compiled. To leave out some
 # of the replicas that take local steps compiles nothing.
 _BETTER = 1.08
 # τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
-# Rounds of local steps before the choice is made again, and rounds of exact sync after which they are tried again.
-_TRIED, _FORGOTTEN = 4, 400
+# Rounds of local steps before the choice is made again.
+_TRIED = 4
+# Rounds of exact sync after which they are tried again, at first and at most; the number doubles. Replicas move fastest
+# in the first rounds of a run.
+_PATIENCE, _MOST_PATIENCE = 32, 512
 # After so many rounds of exact sync the choice is made every so many rounds: a round is one update, and with many
 # replicas a choice takes milliseconds.
 _UPDATES = 16
@@ -42,6 +43,7 @@ class Choice:
       active: whether each replica takes part; the others stay idle. Empty for all.
       reason: why, in one line.
       since: the round of the choice.
+      given_up: how often local steps were given up.
     """
 
     policy: ApplyPolicy = ApplyPolicy.SYNC
@@ -49,6 +51,12 @@ class Choice:
     active: tuple[bool, ...] = ()
     reason: str = "not measured yet: exact sync"
     since: int = 0
+    given_up: int = 0
+
+    @property
+    def patience(self) -> int:
+        """Rounds of exact sync after which local steps are tried again."""
+        return min(_PATIENCE << max(self.given_up - 1, 0), _MOST_PATIENCE)
 
     def __repr__(self) -> str:
         """One line, without the reason."""
@@ -87,17 +95,21 @@ def options(
 ) -> list[Option]:
     """All ways to use these replicas, with their progress.
 
-    sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
-    cadence:  0.93 k / T_k · T / (T + C) / (1 + (T / T₀)²),   T₀ = 1.2 τ / N,   steps share k batches
-    cadence:  N^-0.12 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+    sync:     k^0.75 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
+    cadence:  0.93 k^0.75 / T_k · T / (T + C) / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
+    cadence:  N^-0.25 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+
+    Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
+    batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make
+    more progress than all on whole batches.
 
     Args:
       shares: the measured times.
       batch_rows: rows in a batch.
       sync_ms: time C of a merge.
-      tau_ms: round length τ at which local steps make half of their progress.
+      tau_ms: round length τ at which local steps on whole batches make half of their progress.
       unit: rows are shared in multiples of it.
-      shared: batches that local steps may share; 0 if they may not.
+      shared: batches that local steps share; 0 if they are on whole batches.
     """
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
@@ -114,24 +126,34 @@ def options(
     # then that is measured, and other options win.
     for k in range(1, math.ceil(fast * speed.sum() - 1e-9) + 1):
         _, wall = joined_ms(k)
-        progress, rate = k**_JOINED / (wall + sync_ms), k / (wall + sync_ms) / speed.sum()
+        progress, rate = k**_AT_ONCE / (wall + sync_ms), k / (wall + sync_ms) / speed.sum()
         found.append(Option(ApplyPolicy.SYNC, k, every, progress * fast, rate, wall))
     if shared:
         rows, wall = joined_ms(shared)
         alike = effective_ranks(rows)
-        length = max(best_shared_ms(sync_ms, tau_ms, alike), wall)
+        tau_shared = tau_ms / more_steps(speed, shared)
+        length = max(best_shared_ms(sync_ms, tau_shared, alike), wall)
         rate = shared / wall * length / (length + sync_ms)
-        progress = rate * shared_worth(length, tau_ms, alike) * fast
+        progress = shared ** (_AT_ONCE - 1) * rate * shared_worth(length, tau_shared, alike) * fast
         found.append(Option(ApplyPolicy.CADENCE, shared, every, progress, rate / speed.sum(), length))
     order = np.argsort(ms, kind="stable")
+    whole = []
     for m in range(1, world + 1):
         v = speed[order[:m]]
         length = max(math.sqrt(sync_ms * tau_ms), fast) if m > 1 else alone_batches(sync_ms, fast) * fast
         rate = float(v.sum()) * length / (length + sync_ms)
-        worth = effective_ranks(v) ** _MERGED / (1 + length / tau_ms) if m > 1 else 1.0
+        worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / tau_ms) if m > 1 else 1.0
         active = every if m == world else tuple(bool(rank in order[:m]) for rank in range(world))
-        found.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
-    return found
+        whole.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
+    if shared:
+        best = max(whole, key=lambda one: one.progress)
+        whole = [] if all(best.active) else [best]
+    return found + whole
+
+
+def more_steps(speed: np.ndarray, shared: int) -> float:
+    """How many times as many steps replicas of these speeds take that share batches, ρ = √((Σ v)³ / Σ v³) / k."""
+    return float(np.sqrt(speed.sum() ** 3 / (speed**3).sum())) / shared
 
 
 def alone_batches(sync_ms: float, fast_ms: float) -> int:
@@ -161,9 +183,12 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
         return now
     sync_ms = middle(che.sync_samples)
     fast = min(ms for ms in che.ms_per_batch if ms)
-    known = che.travel_samples and (local or round - now.since < _FORGOTTEN)
+    known = che.travel_samples and (local or round - now.since < now.patience)
     tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
     shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit)
+    if shared and (now.joined or not local):  # measured while they share batches, or to be tried so
+        fixed, slope = shares.fit()
+        tau_ms *= more_steps(1 / (fixed + slope * batch_rows), shared)
     found = options(shares, batch_rows, sync_ms, tau_ms, unit, shared)
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
@@ -173,8 +198,9 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     active = () if all(best.active) else best.active
     changed = (best.policy, active) != (now.policy, now.active)
     changed |= best.policy is ApplyPolicy.CADENCE and bool(best.joined) != bool(now.joined)
-    since = round if changed or round - now.since >= _FORGOTTEN else now.since
-    return Choice(best.policy, best.joined, active, _reason(best, found, sync_ms), since)
+    since = round if changed or round - now.since >= now.patience else now.since
+    given_up = now.given_up + (local and best.policy is ApplyPolicy.SYNC)
+    return Choice(best.policy, best.joined, active, _reason(best, found, sync_ms), since, given_up)
 
 
 def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = ()) -> tuple[int, ...]:

@@ -25,8 +25,9 @@ HYSTERESIS = 0.6
 # τ, the round length at which local steps make half of their progress, relative to the time in which a replica moves as
 # far as its parameters are long.
 _HALF = 0.45
-# The same where local steps share batches, relative to τ and of one replica, and their progress in rounds of one step.
-_SHARED, _SHARED_WORTH = 1.2, 0.93
+# The same where N = 1 / Σ w² replicas share batches in each step, relative to τ / √N, and the progress of such steps in
+# short rounds, relative to as many steps of one device.
+_SHARED, _SHARED_WORTH = 0.65, 0.93
 # Limits of that time, in batches of the fastest rank.
 _SHORTEST, _LONGEST = 5.0, 2000.0
 # The round length is kept while it is this close to the best one, because other lengths need compilation.
@@ -218,8 +219,7 @@ def steady_anchor(
     """
     slow, ratio = float(ms.max()), speed_ratios(ms)
     rounding = (ms.size - 1) / 2 / float(ratio.sum())
-    # Tolerance: a rounding error in 0.1 · 10 must not add a batch.
-    first = max(1, math.ceil(min(sync_ms / (target + overlap) / slow - rounding, high) - 1e-9))
+    first = max(1, math.ceil(min(sync_ms / (target + overlap) / slow - rounding, high)))
     best, least = first, math.inf
     # Rounding costs at most half a batch of wall time and half a batch of work: 1 / target more batches pay for both.
     for anchor in range(first, min(high, first + math.ceil(1 / target)) + 1):
@@ -271,10 +271,10 @@ def best_shared_ms(sync_ms: float, tau: float, replicas: float, overlap: float =
     2 T³ + C T² = C T₀²  with C / (1 - f) for C, but no longer than hides the merge, C / f
     """
     hidden = sync_ms / overlap if overlap else math.inf
-    cost, whole = sync_ms / (1 - overlap), _shared_scale(tau, replicas)
-    length = (cost * whole**2 / 2) ** (1 / 3)
+    cost, half = sync_ms / (1 - overlap), _shared_scale(tau, replicas)
+    length = (cost * half**2 / 2) ** (1 / 3)
     for _ in range(8):  # Newton's method from above, on a function that is convex there
-        length -= (2 * length**3 + cost * (length**2 - whole**2)) / (6 * length**2 + 2 * cost * length or 1)
+        length -= (2 * length**3 + cost * (length**2 - half**2)) / (6 * length**2 + 2 * cost * length or 1)
     return min(length, hidden)
 
 
@@ -288,7 +288,7 @@ def shared_round_ms(che: CadenceState, rows: Sequence[float]) -> float:
     return min(best, 2 * che.round_ms)  # which grows step by step
 
 
-def effective_ranks(speeds: Sequence[float]) -> float:
+def effective_ranks(speeds: Sequence[float] | np.ndarray) -> float:
     """The number of ranks of equal speed whose mean is as noisy, (Σ v)² / Σ v²."""
     v = np.asarray(speeds, np.float64)
     return float(v.sum() ** 2 / (v**2).sum())
@@ -304,7 +304,7 @@ def shared_worth(round_ms: float, tau: float, replicas: float) -> float:
 
 def _shared_scale(tau: float, replicas: float) -> float:
     """T₀, the round length at which local steps that share batches make half of their progress."""
-    return _SHARED * tau / replicas
+    return _SHARED * tau / math.sqrt(replicas)
 
 
 def half_life_ms(travel_ms: float, fast_ms: float) -> float:

@@ -1,13 +1,16 @@
 """The choice of policy="auto": exact sync where a merge is cheap, local steps where it is not, no useless device."""
 
 import json
+import math
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
-from jaxche.cadence._choice import options
+from jaxche.cadence._choice import more_steps, options
 
 BATCH = 16
 
@@ -34,8 +37,9 @@ def test_a_cheap_merge_is_for_exact_sync_and_a_dear_one_for_local_steps(ms):
 
 
 def test_small_updates_where_small_steps_are_short():
-    assert chosen((20, 20, 40, 80), 0.2).joined == 1
-    updates = chosen((20, 20, 40, 80), 2.0, travel_ms=300.0)  # replicas move too fast for local steps
+    updates = chosen((20, 20, 40, 80), 0.2)
+    assert (updates.policy, updates.joined) == (ApplyPolicy.SYNC, 1)
+    updates = chosen((20, 20, 40, 80), 4.0, travel_ms=100.0)  # replicas move too fast for local steps
     assert (updates.policy, updates.joined) == (ApplyPolicy.SYNC, 2)
     # Most of a step does not depend on its rows.
     assert chosen((20, 20, 40, 80), 0.2, fixed=15.0).joined == 3
@@ -46,19 +50,32 @@ def test_local_steps_share_batches_where_rounds_are_short():
     short = chosen((20, 20, 40, 80), 11.0, travel_ms=2e3)
     assert (short.policy, short.joined) == (ApplyPolicy.CADENCE, 1)
     assert short.reason.startswith("local steps that share batches in rounds of ")
-    long = chosen((20, 20, 40, 80), 400.0, travel_ms=4e3)
-    assert (long.policy, long.joined, long.active) == (ApplyPolicy.CADENCE, 0, ())
-    assert long.reason.startswith("local steps in rounds of ")
-    # A part of a step does not depend on its rows, so steps are on two batches.
+    # A part of a step does not depend on its rows, so steps are on two batches, or replicas take whole ones.
     assert chosen((20,) * 4, 40.0, travel_ms=1e4, fixed=1.5).joined == 2
+    whole = chosen((20, 20, 40, 80), 40.0, travel_ms=1e4, fixed=15.0)
+    assert (whole.policy, whole.joined, whole.active) == (ApplyPolicy.CADENCE, 0, ())
+    assert whole.reason.startswith("local steps in rounds of ")
 
 
 def test_a_change_to_whole_batches_is_tried_for_some_rounds():
-    now = Choice(ApplyPolicy.CADENCE, 1, since=3)
-    changed = chosen((20, 20, 40, 80), 400.0, travel_ms=4e3, now=now, round=20)
+    now, arguments = Choice(ApplyPolicy.CADENCE, 1, since=3), ((20, 20, 40, 80), 40.0, 1e4)
+    changed = chosen(*arguments, now=now, round=20, fixed=15.0)
     assert (changed.joined, changed.since) == (0, 20)
-    kept = chosen((20, 20, 40, 80), 11.0, travel_ms=2e3, now=now, round=20)
+    kept = chosen(*arguments, now=now, round=20)
     assert (kept.joined, kept.since) == (1, 3)
+
+
+def test_how_fast_replicas_move_is_measured_in_the_present_kind_of_steps():
+    """Those that share batches take more steps, and each kind has its own τ."""
+    assert more_steps(np.ones(4), 1) == pytest.approx(4)
+    assert more_steps(np.ones(4), 2) == pytest.approx(2)
+    # A batch is on the fast one with probability 5/7: 3.5 steps of both in the time of 1 and 0.4.
+    assert more_steps(np.array([1.0, 0.4]), 1) == pytest.approx(1.4 / math.sqrt((1 + 0.4**3) / 1.4))
+    shares, che = measured((20,) * 4, 100.0, 1500.0)
+    alone = Choice(ApplyPolicy.CADENCE, 0, (True, False, False, False))
+    found = [choose(now, shares, che, BATCH, 10) for now in (Choice(ApplyPolicy.CADENCE, 1), alone)]
+    told = [float(re.search(r"([\d.]+) times the progress", choice.reason)[1]) for choice in found]
+    assert told[0] > 1.5 * told[1]
 
 
 def test_rows_of_different_shapes_are_not_shared():
@@ -122,21 +139,22 @@ def test_a_useless_device_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("sync_ms", "tau_ms", "better"), [(5.0, 1500.0, ApplyPolicy.CADENCE), (3.0, 800.0, ApplyPolicy.SYNC)]
+    ("sync_ms", "tau_ms", "better"), [(2.0, 1500.0, ApplyPolicy.CADENCE), (1.0, 800.0, ApplyPolicy.SYNC)]
 )
 def test_a_little_more_progress_is_no_reason_to_change(sync_ms, tau_ms, better):
     shares, che = measured((20, 50), sync_ms, tau_ms / 0.45)
-    found = {one.policy: one.progress for one in options(shares, BATCH, sync_ms, tau_ms) if all(one.active)}
+    found = options(shares, BATCH, sync_ms, tau_ms * more_steps(1 / np.array([20, 50]), 1), shared=1)
+    found = {one.policy: one.progress for one in found if one.joined == 1}
     assert max(found.values()) < 1.08 * min(found.values())  # or this test needs other speeds
     assert max(found, key=found.get) is better
     for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE):
-        now = Choice(policy, 2 if policy is ApplyPolicy.SYNC else 0)
-        assert choose(now, shares, che, BATCH, 10).policy is policy
+        assert choose(Choice(policy, 1), shares, che, BATCH, 10).policy is policy
 
 
 def test_replicas_are_left_out_of_local_steps_for_little_progress():
-    now, shares, che = Choice(ApplyPolicy.CADENCE), *measured((20, 50), 100.0, 2500.0 / 0.45)
-    found = {one.active: one.progress for one in options(shares, BATCH, 100.0, 2500.0) if one.policy is now.policy}
+    now, shares, che = Choice(ApplyPolicy.CADENCE, 1), *measured((20, 50), 66.0, 2500.0 / 0.45)
+    found = options(shares, BATCH, 66.0, 2500.0 * more_steps(1 / np.array([20, 50]), 1), shared=1)
+    found = {one.active: one.progress for one in found if one.policy is now.policy}
     assert 1 < found[True, False] / found[True, True] < 1.08  # or this test needs other speeds
     assert choose(now, shares, che, BATCH, 10).active == (True, False)
     assert choose(Choice(now.policy, active=(True, False)), shares, che, BATCH, 10).active == (True, False)
@@ -148,11 +166,16 @@ def test_local_steps_are_given_a_few_rounds():
     assert chosen((20,) * 8, 0.2, travel_ms=100.0, now=now, round=12).policy is ApplyPolicy.SYNC
 
 
-def test_sync_forgets_how_fast_replicas_moved_long_ago():
-    now = Choice(ApplyPolicy.SYNC, 4, since=10)
-    arguments = {"ms": (20,) * 4, "sync_ms": 30.0, "travel_ms": 10.0, "now": now}
-    assert chosen(**arguments, round=11).policy is ApplyPolicy.SYNC
-    assert chosen(**arguments, round=410).policy is ApplyPolicy.CADENCE
+@pytest.mark.parametrize(("given_up", "patience"), [(0, 32), (1, 32), (2, 64), (4, 256), (9, 512)])
+def test_local_steps_are_tried_again_after_longer_and_longer_times(given_up, patience):
+    now = Choice(ApplyPolicy.SYNC, 8, since=10, given_up=given_up)
+    arguments = {"ms": (20,) * 8, "sync_ms": 30.0, "travel_ms": 10.0}
+    assert chosen(**arguments, now=now, round=11).policy is ApplyPolicy.SYNC
+    assert chosen(**arguments, now=now, round=10 + patience - 16).policy is ApplyPolicy.SYNC
+    again = chosen(**arguments, now=now, round=10 + patience)
+    assert (again.policy, again.given_up) == (ApplyPolicy.CADENCE, given_up)
+    back = chosen(**arguments, now=again, round=20 + patience)
+    assert (back.policy, back.given_up) == (ApplyPolicy.SYNC, given_up + 1)
 
 
 def test_exact_sync_is_looked_at_again_every_16_updates():

@@ -383,7 +383,7 @@ def test_batches_of_unlike_shapes_make_the_update_of_one_device(devices, close, 
 
 
 def test_auto_joins_batches_of_unlike_shapes(devices):
-    one = in_buckets(devices, jaxche.VirtualFleet([20, 25], sync_ms=0.2), policy="auto")
+    one = in_buckets(devices, jaxche.VirtualFleet([20, 25], sync_ms=0.2, fixed_ms=18.0), policy="auto")
     state, history = one.fit(one.init(BUCKETS), bucketed(), epochs=3, progress=False)
     assert state.epoch == 3
     assert history[-1].loss < history[0].loss
