@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +105,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Programs without the lines that they were traced from are lowered, hashed and compiled faster.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# On a busy machine any example may take long.
+hypothesis.settings.register_profile("without times", deadline=None)
+hypothesis.settings.load_profile("without times")
 # Tests send nothing to Weights & Biases.
 os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 

@@ -82,7 +82,7 @@ def test_what_is_not_finite_counts_where_the_weight_is_not_zero():
     assert np.isnan(over_vmap(jnp.array([1.0, 1.0]), jnp.array([1.0, np.nan]))).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6),
     st.floats(0.125, 64, width=32),
@@ -157,7 +157,7 @@ def test_several_weights_on_one_device_are_refused():
         jax.vmap(lambda x: weighted_mean(x, jnp.arange(3.0), "r"), axis_name="r")(jnp.ones((2, 3)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 6), st.integers(0, 10_000))
 def test_drift_is_that_of_its_definition(replicas, seed):
     rng = np.random.default_rng(seed)

@@ -19,7 +19,7 @@ def pool(stacked, weights):
     return jax.tree.map(lambda x: x[0], jax.vmap(one, axis_name="r")(stacked, jnp.asarray(weights, jnp.float32)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=4), st.floats(-1e3, 1e3), st.integers(0, 10_000))
 def test_pooling_equals_the_joined_sample(sizes, centre, seed):
     rng = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ def test_pooling_equals_the_joined_sample(sizes, centre, seed):
     np.testing.assert_allclose(pooled["bn"]["var"], joined.var(0), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(2, 8),
     st.floats(-1e4, 1e4, width=32, allow_subnormal=False),

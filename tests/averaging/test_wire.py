@@ -91,7 +91,7 @@ def test_bytes_are_counted_with_their_scales():
     assert coded_bytes(1, "int4") == 64 + 2  # whole blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(FLOATS, min_size=300, max_size=300), st.sampled_from(["int8", "int4"]), st.booleans())
 def test_each_number_is_off_by_less_than_a_part_of_the_largest_of_its_block(numbers, wire, cut):
     x = np.array(numbers, np.float32)
@@ -104,7 +104,7 @@ def test_each_number_is_off_by_less_than_a_part_of_the_largest_of_its_block(numb
         assert off[block].max() <= max(bound, (LARGEST[wire] + 1) * np.finfo(np.float32).tiny)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(FLOATS, min_size=200, max_size=200), st.sampled_from(CODED))
 def test_what_is_cut_off_has_the_sign_of_its_number(numbers, wire):
     """So moments of at least 0 stay at least 0; and those of no magnitude are lost, down to a range of 4 to the 14."""
@@ -120,7 +120,7 @@ def test_what_is_cut_off_has_the_sign_of_its_number(numbers, wire):
     assert (cut[near] > x[near] / (4 if wire == "int4" else 1.125)).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**31), st.sampled_from(CODED))
 def test_what_was_sent_and_the_rest_are_the_sum_of_all_changes(seed, wire):
     rng, rest, total, arrived = np.random.default_rng(seed), np.zeros(200, np.float32), 0, 0

@@ -288,7 +288,7 @@ def test_repr_is_short():
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_timings_leave_a_sound_plan(tuner, data):
     size = data.draw(st.integers(2, 5))
@@ -345,7 +345,7 @@ def test_steady_recovers_from_a_poisoned_first_report(anchor, compiling):
     assert drive(ElChe(2, anchor, tuner="steady"), (10, 23), 45, 6, compiling=compiling).batch_counts == (46, 20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ms=st.lists(st.floats(5, 100), min_size=2, max_size=6),
     sync_ms=st.floats(0.1, 60),

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxche.cadence
@@ -36,7 +36,6 @@ def play(script, epoch_size, epochs, **how):
     return plans
 
 
-@settings(deadline=None)
 @given(
     script=wanted(),
     epoch_size=st.integers(1, 120),

@@ -105,7 +105,7 @@ def queue():
         one.close()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 25), st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6), st.integers(1, 3))
 def test_replicas_take_every_batch_once_in_order_within_the_bound(length, rounds, prefetch):
     source, taken, found = Source(length), 0, []

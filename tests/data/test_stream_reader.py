@@ -73,7 +73,7 @@ def run_round(made, before, counts, processes_of_ranks, done=None, joined=0):
 TOPOLOGIES = [[(0,), (0,), (0,)], [(0,), (1,)], [(0,), (0,), (1,)], [(1,), (0,), (2,)]]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data(), st.sampled_from(TOPOLOGIES), st.booleans())
 def test_every_batch_is_taken_once_at_any_counts_on_any_processes(data, processes_of_ranks, shards):
     count = 1 + max(p for processes in processes_of_ranks for p in processes)

@@ -27,7 +27,7 @@ def same_types(a, b):
 
 
 @given(st.lists(st.tuples(SHAPES, DTYPES), max_size=8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_tree_is_unpacked_as_it_was(kinds):
     tree = {f"{i}": (array(shape, dtype, i), None) for i, (shape, dtype) in enumerate(kinds)}
     packing = Packing(tree)

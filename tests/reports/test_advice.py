@@ -88,7 +88,7 @@ def brute_force(fleet, counts, average, merge, noise, base, size):
     return worth / (wall.max() + sync) * 1e3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(fleets, noises, st.floats(0.1, 200), st.sampled_from([8, 32, 100]), st.sampled_from(MODES))
 def test_best_counts_on_a_virtual_fleet(times, noise, sync_ms, base, mode):
     average, merge = mode
@@ -114,7 +114,7 @@ def test_best_counts_on_a_virtual_fleet(times, noise, sync_ms, base, mode):
     assert (1,) * len(times) in rates
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(noises, noises, fleets)
 def test_monotonicity(one, other, times):
     low, high = sorted((one, other))

@@ -62,7 +62,7 @@ class Twin:
         return max(self.var_sum / self.unbias, 1e-6) if self.unbias else 1e-6
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 10_000))
 def test_matches_the_twin_through_any_history(history, seed):
     """Numbers of contributors come and go; now and then a gradient is not finite."""

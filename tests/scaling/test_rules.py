@@ -71,7 +71,7 @@ def test_legw_refuses(name, bad):
         LEGWScale(**arguments)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(1, 1e4), st.floats(1, 4))
 def test_adascale_lies_between_one_and_linear_and_grows(var, sqr, scale, more):
     noise = noise_of(var, sqr)

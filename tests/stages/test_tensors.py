@@ -55,7 +55,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(trees)
 def test_what_goes_in_comes_out(tree):
     data = joined(tree)
@@ -105,7 +105,7 @@ TREE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "n": np.int32(5), "m
 DATA = joined(TREE)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(st.data())
 def test_a_damaged_object_is_refused_and_an_equal_one_is_not(data):
     damaged = bytearray(DATA)
@@ -142,7 +142,7 @@ def test_the_form_is_the_one_described():
     assert forged(header.ljust(128 - 40), payload) == DATA
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(json_values.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40), st.binary(max_size=200))
 def test_a_hostile_header_is_only_ever_refused(header, payload):
     with pytest.raises(ValueError, match="the key"):
@@ -184,7 +184,7 @@ def test_other_versions_and_other_files_are_named():
         decoded(b"PK\x03\x04" + bytes(100), TREE)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_of_a_large_object_too_every_change_is_seen(data):
     size = data.draw(st.sampled_from([1025, 32 * 1024, 80_001]))
