@@ -185,7 +185,9 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     fast = min(ms for ms in che.ms_per_batch if ms)
     known = che.travel_samples and (local or round - now.since < now.patience)
     tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
-    shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit)
+    shared = 0
+    if che.tuner == "progress":  # which alone chooses a length for rounds of such steps
+        shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit)
     if shared and (now.joined or not local):  # measured while they share batches, or to be tried so
         fixed, slope = shares.fit()
         tau_ms *= more_steps(1 / (fixed + slope * batch_rows), shared)

@@ -65,6 +65,13 @@ def test_a_change_to_whole_batches_is_tried_for_some_rounds():
     assert (kept.joined, kept.since) == (1, 3)
 
 
+def test_tuners_that_choose_no_length_of_a_round_take_whole_batches():
+    shares, che = measured((20, 20, 40, 80), 40.0, 1e4)
+    assert choose(Choice(), shares, che, BATCH, 10).joined == 1
+    whole = choose(Choice(), shares, replace(che, tuner="steady"), BATCH, 10)
+    assert (whole.policy, whole.joined, whole.active) == (ApplyPolicy.CADENCE, 0, ())
+
+
 def test_how_fast_replicas_move_is_measured_in_the_present_kind_of_steps():
     """Those that share batches take more steps, and each kind has its own τ."""
     assert more_steps(np.ones(4), 1) == pytest.approx(4)
