@@ -242,6 +242,11 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
         )
     if rows is not None:
         one_of("rows", rows, ("speed", "equal"))
+    if rows == "equal" and policy is ApplyPolicy.AUTO:
+        raise ValueError(
+            "rows='equal' takes whole batches, and policy='auto' chooses the rows of each replica; leave rows= out, or "
+            "write policy='cadence', or policy='sync', with rows='equal'"
+        )
     if joined_batches is not None:
         whole_number("joined_batches", joined_batches, 1, f"joined_batches={world_size}")
     default = "speed" if policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) and not staged else "equal"

@@ -335,6 +335,11 @@ def test_bad_arguments_are_named(problem, devices, options, message):
         trainer(problem, devices, **options)
 
 
+def test_auto_chooses_the_rows_itself(problem, devices):
+    with pytest.raises(ValueError, match=r"rows='equal' takes whole batches, .*policy='cadence', or policy='sync'"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), policy="auto", rows="equal", replicas=devices[:2])
+
+
 def test_only_sync_joins_a_given_number_of_batches(problem, devices):
     with pytest.raises(ValueError, match="joined_batches=3 is of policy='sync'"):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], joined_batches=3)

@@ -52,16 +52,13 @@ def test_under_sync_the_number_is_that_of_the_rounds(joined, examples, devices, 
     assert 'policy="sync"' not in line
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_averaging_parameters_it_is_the_mean_over_the_replicas(policy, devices, caplog):
-    _, history, _, (line,) = fit(caplog, devices, policy=policy, rows="equal")
+    _, history, _, (line,) = fit(caplog, devices, policy=policy)
     assert numbers(line) == (16, 48)
     assert "about 16 updates" in line
     assert 'policy="sync", joined_batches=1' in line
-    if policy != "auto":
-        assert sum(sum(info.counts) for info in history) / 3 == 16
-    else:
-        assert "scaling=" not in line  # refused by auto
+    assert sum(sum(info.counts) for info in history) / 3 == 16
 
 
 def test_averaging_gradients_a_round_is_an_update(devices, caplog):
