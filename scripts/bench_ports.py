@@ -84,7 +84,7 @@ class Arm(NamedTuple):
 ARMS = {
     "sync": Arm('`policy="sync", joined_batches=1`', {"policy": "sync", "joined_batches": 1}),
     "cadence, divided": Arm("`batch_size=` / n", {}, True),
-    "auto, divided": Arm('`policy="auto"`, `batch_size=` / n', {"policy": "auto"}, True),
+    "auto": Arm('`policy="auto"`', {"policy": "auto"}),
     "cadence": Arm("as it was", {}),
 }
 
