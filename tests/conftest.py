@@ -53,21 +53,20 @@ def share_programs():
     JAX's cache reads and links it again for each of them. Programs belong to a client; on CPUs their keys name the
     devices too.
     """
-    programs = _PROGRAMS
     read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
 
     def get(key, options, backend, devices, callbacks=()):
         if callbacks:  # which JAX from 0.12 on binds to the program
             return read(key, options, backend, devices, callbacks)
-        if (backend, key) not in programs:
+        if (backend, key) not in _PROGRAMS:
             found = read(key, options, backend, devices)
             if found[0] is None:
                 return found
-            programs[backend, key] = found
-        return programs[backend, key]
+            _PROGRAMS[backend, key] = found
+        return _PROGRAMS[backend, key]
 
     def put(key, name, program, backend, seconds):
-        programs[backend, key] = program, seconds
+        _PROGRAMS[backend, key] = program, seconds
         write(key, name, program, backend, seconds)
 
     compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put

@@ -520,8 +520,8 @@ def _unlike(first: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]
     name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
     return ValueError(
         f"a step joins batches of different shapes: a row of {name or 'a batch'} has shape {first.get(name, 'none')} "
-        f"in one and {other.get(name, 'none')} in another; pad the batches to one shape, or write rows='equal', which "
-        "joins no batches"
+        f"in one and {other.get(name, 'none')} in another; pad the batches to one shape, or write rows='equal', and "
+        "policy='cadence' for policy='auto', so that no batches are joined"
     )
 
 

@@ -59,7 +59,8 @@ def check_rows(shapes: Any, size: int) -> None:
             name = jax.tree_util.keystr(path)
             raise ValueError(
                 f"outputs{name} has the shape {leaf.shape}, but a step joins rows of several batches here, so each "
-                f"output needs a leading axis of the {size} rows; write rows='equal', or return one output for each row"
+                f"output needs a leading axis of the {size} rows; return one output for each row, or write "
+                "rows='equal', and policy='cadence' for policy='auto'"
             )
 
 

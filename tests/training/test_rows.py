@@ -395,12 +395,17 @@ def test_auto_joins_batches_of_unlike_shapes(devices):
     assert any(info.joined == 2 and info.shares for info in history)
 
 
-def test_on_islands_batches_of_unlike_shapes_are_refused_with_the_line(devices):
+@pytest.mark.parametrize("policy", ["sync", "auto"])
+def test_on_islands_batches_of_unlike_shapes_are_refused_with_the_line(devices, policy):
     strategy = jaxche.NoShard()
-    meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:8])]
-    one = in_buckets(devices, TWO, replicas=meshes, strategy=strategy)
-    with pytest.raises(ValueError, match=r"a row of \['x'\] has shape \(\d,\) in one and .*write rows='equal'"):
+    options = {"replicas": [strategy.mesh(devices[:4]), strategy.mesh(devices[4:8])], "strategy": strategy}
+    one = in_buckets(devices, TWO, policy=policy, **options)
+    line = r"a row of \['x'\] has shape \(\d,\) in one and .*write rows='equal', and policy='cadence' for policy='auto'"
+    with pytest.raises(ValueError, match=line):
         one.fit(one.init(BUCKETS), bucketed(), epochs=6, progress=False)
+    one = in_buckets(devices, TWO, policy=policy.replace("auto", "cadence"), rows="equal", **options)
+    state, _ = one.fit(one.init(BUCKETS), bucketed(), epochs=1, progress=False)
+    assert state.epoch == 1
 
 
 @pytest.mark.parametrize(
