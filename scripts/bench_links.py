@@ -1,9 +1,9 @@
 """Time to quality over slow links on a virtual clock, against merges that cost nothing.
 
-The text task on devices of 20 and 50 ms a batch, annealed to a deadline. A merge costs what the link takes for the
-bytes of a model of some millions of parameters with Adam, and one round trip; the model that trains is small. *Time* is
-the deadline over the one at which free merges (0.2 ms) have the same loss, on a line between runs of several deadlines.
-Prints a Markdown table; lines of the results file are not run again.
+The text task on devices of 20 and 50 ms a batch, annealed to a deadline. A merge costs what the link takes for its
+bytes, and one round trip, as if the small model that trains had some millions of parameters: its link has a lower rate.
+*Time* is the deadline over the one at which free merges (0.2 ms) have the same loss, on a line between runs of several
+deadlines. Prints a Markdown table; lines of the results file are not run again.
 
     python scripts/bench_links.py
     python scripts/bench_links.py --seeds 0 1 --links 1000/20 --millions 50
@@ -20,13 +20,17 @@ from typing import NamedTuple
 
 from bench_quality import Cell, Job, Results, configure, crossing, perform
 
-from jaxche.averaging._wire import coded_bytes
-
 FLEET, FREE_MS, RATE, GOAL = "20/50", 0.2, 8e-3, 1.1
 DEADLINES = (10.0, 16.0, 22.0, 28.0, 34.0, 40.0)  # seconds, of free merges; the last one is that of all arms
-# The wire of an arm, and the numbers that it sends for each parameter: with the two moments of Adam, or without.
-ARMS = {"cadence, default": ("float32", 3), "cadence, int4": ("int4", 3), "cadence, overlap 0.5, int4": ("int4", 1)}
-FREE = "cadence, default"
+ARMS = {
+    "cadence, default": "`float32`",
+    "cadence, int4": "`int4`",
+    "cadence, overlap 0.5, int4": "`int4`, `overlap=0.5`",
+    "auto, int4": '`"auto"`, `int4`',
+    "auto, overlap 0.5, int4": '`"auto"`, `int4`, `overlap=0.5`',
+}
+FREE, ALONE = "cadence, default", "fast device alone"
+SMALL = 0.10976  # millions of parameters of the model that trains
 
 
 class Link(NamedTuple):
@@ -40,71 +44,70 @@ class Link(NamedTuple):
         rate, _, trip = text.partition("/")
         return cls(float(rate), float(trip))
 
-    def merge_ms(self, arm: str, millions: float) -> float:
-        """What a merge of two replicas takes: each sends its numbers once."""
-        wire, numbers = ARMS[arm]
-        return round(8e-3 * coded_bytes(round(numbers * millions * 1e6), wire) / self.mbit + self.trip_ms, 1)
+    def cell(self, millions: float) -> Cell:
+        """The cell in which the bytes of the small model take as long as those of so many millions of parameters."""
+        return Cell("text", FLEET, self.trip_ms, 0.0, DEADLINES[-1], "cosine", round(self.mbit * SMALL / millions, 6))
 
     def __str__(self) -> str:
         return f"{self.mbit:g} Mbit/s, {self.trip_ms:g} ms"
 
 
-def job(sync_ms: float, deadline_s: float, arm: str, seed: int) -> Job:
-    return Job(Cell("text", FLEET, sync_ms, 0.0, deadline_s, "cosine"), arm, RATE, seed, "annealed")
+def annealed(cell: Cell, arm: str, seed: int) -> Job:
+    return Job(cell, arm, RATE, seed, "annealed")
 
 
-def fits(merge_ms: float) -> bool:
-    """Whether a merge of this length ends before the deadline."""
-    return merge_ms < 1e3 * DEADLINES[-1]
+def free(deadline_s: float, seed: int) -> Job:
+    return annealed(Cell("text", FLEET, FREE_MS, 0.0, deadline_s, "cosine"), FREE, seed)
+
+
+def alone(seed: int) -> Job:
+    return annealed(Cell("text", FLEET, 0.0, 0.0, DEADLINES[-1], "cosine"), ALONE, seed)
 
 
 def jobs(links: Sequence[Link], millions: Sequence[float], seeds: Sequence[int]) -> Iterator[Job]:
     """All runs; those of one trainer one after the other, so that it compiles once."""
     for seed in seeds:
-        yield from (job(FREE_MS, deadline, FREE, seed) for deadline in DEADLINES[::-1])
-        for link in links:
-            for size in millions:
-                for arm in ARMS:
-                    if fits(link.merge_ms(arm, size)):
-                        yield job(link.merge_ms(arm, size), DEADLINES[-1], arm, seed)
+        yield from (free(deadline, seed) for deadline in DEADLINES[::-1])
+        yield alone(seed)
+        yield from (annealed(link.cell(size), arm, seed) for link in links for size in millions for arm in ARMS)
 
 
-def time_ratio(results: Results, sync_ms: float, arm: str, seed: int) -> float | None:
-    """How many times longer an arm takes to its loss than free merges; None if a run is missing."""
-    row = results.rows.get(job(sync_ms, DEADLINES[-1], arm, seed).key)
-    free = [(1e3 * deadline, results.rows.get(job(FREE_MS, deadline, FREE, seed).key)) for deadline in DEADLINES]
-    if row is None or any(one is None for _, one in free):
+def time_ratio(results: Results, job: Job) -> float | None:
+    """How many times longer a run takes to its loss than free merges; None if a run is missing."""
+    row = results.rows.get(job.key)
+    rows = [(1e3 * deadline, results.rows.get(free(deadline, job.seed).key)) for deadline in DEADLINES]
+    if row is None or any(one is None for _, one in rows):
         return None
-    return DEADLINES[-1] / crossing([(ms, one["loss"]) for ms, one in free if one], row["loss"])
+    return DEADLINES[-1] / crossing([(ms, one["loss"]) for ms, one in rows if one], row["loss"])
+
+
+def line(results: Results, head: Sequence[str], runs: Sequence[Job]) -> str:
+    """A line of the table: runs of several seeds."""
+    found = [row for run in runs if (row := results.rows.get(run.key))]
+    ratios = [ratio for run in runs if (ratio := time_ratio(results, run)) is not None]
+    cells = ["–", "–", "–", "not run", "–"]
+    if found:
+        losses = ", ".join(f"{row['loss']:.3f}" for row in found)
+        merged = [f"{found[0]['merge_ms']:,.0f}", found[0]["rounds"]] if found[0].get("sync_ms") else ["–", "–"]
+        cells = [*merged, losses if found[0]["rounds"] else "no merge fits", "–", "missed"]
+    if ratios:
+        cells[3] = ", ".join("above 4" if ratio >= 4 else f"{ratio:.2f}" for ratio in ratios)
+        cells[4] = "met" if statistics.mean(ratios) <= GOAL else "missed"
+    return f"| {' | '.join(map(str, (*head, *cells)))} |"
 
 
 def table(results: Results, links: Sequence[Link], millions: Sequence[float], seeds: Sequence[int]) -> str:
     lines = [
         "| link | parameters | arm | merge, ms | rounds | loss at 40 s | time, against free merges | goal of 1.1 |",
         "|---|---|---|---|---|---|---|---|",
+        line(results, ("none", "any", "fast device alone"), [alone(seed) for seed in seeds]),
     ]
     for link in links:
         for size in millions:
-            for arm in ARMS:
-                cost = link.merge_ms(arm, size)
-                rows = [results.rows.get(job(cost, DEADLINES[-1], arm, seed).key) for seed in seeds]
-                found = [row for row in rows if row]
-                ratios = [ratio for seed in seeds if (ratio := time_ratio(results, cost, arm, seed)) is not None]
-                losses = ", ".join(f"{row['loss']:.3f}" for row in found)
-                ends = "not run | –" if fits(cost) else "no merge fits | missed"
-                if ratios:
-                    shown = ", ".join("above 4" if ratio >= 4 else f"{ratio:.2f}" for ratio in ratios)
-                    ends = f"{shown} | {'met' if statistics.mean(ratios) <= GOAL else 'missed'}"
-                count = found[0]["rounds"] if found else "–"
-                lines.append(
-                    f"| {link} | {size:g} M | {name(arm)} | {cost:,.0f} | {count} | {losses or '–'} | {ends} |"
-                )
+            for arm, name in ARMS.items():
+                runs = [annealed(link.cell(size), arm, seed) for seed in seeds]
+                lines.append(line(results, (str(link), f"{size:g} M", name), runs))
     return "\n".join(lines)
-
-
-def name(arm: str) -> str:
-    wire, numbers = ARMS[arm]
-    return f"`{wire}`" + (", `overlap=0.5`" if numbers == 1 else "")
 
 
 def main() -> None:
@@ -124,8 +127,8 @@ def main() -> None:
                 row = perform(one, results.batches(one.cell, one.arm), args.cache)
                 results.add(row)
                 print(
-                    f"{one.arm}, {one.cell.sync_ms:g} ms, {one.cell.deadline_s:g} s, seed {one.seed}: "
-                    f"loss {row['loss']:.4f}, {row['rounds']} rounds, {row['seconds']} s",
+                    f"{one.arm}, {one.cell}, seed {one.seed}: loss {row['loss']:.4f}, {row['rounds']} rounds, "
+                    f"{row['seconds']} s",
                     flush=True,
                 )
     print(table(results, args.links, args.millions, args.seeds))

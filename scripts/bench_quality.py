@@ -71,6 +71,7 @@ class Cell:
     fixed_ms: float
     deadline_s: float
     schedule: str
+    link_mbit: float | None = None  # that each device can send; sync_ms is then what a merge takes besides its bytes
 
     @property
     def speeds(self) -> Speeds:
@@ -211,7 +212,7 @@ class Bench:
         self.arm, self.cell, self.task = arm, cell, task
         self.speeds = arm.devices(cell.speeds)
         fixed = cell.fixed_ms if len(self.speeds) > 1 else 0.0
-        costs = {"sync_ms": cell.sync_ms, "group_sync_ms": arm.group_ms}
+        costs = {"sync_ms": cell.sync_ms, "group_sync_ms": arm.group_ms, "link_mbit": cell.link_mbit}
         self.fleet = jaxche.VirtualFleet(self.speeds, **costs, fixed_ms=fixed)
         self.tx = scheduled_adam()
         self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)
@@ -235,7 +236,8 @@ class Bench:
             # A merge in flight ends before the deadline too.
             if after.merged().clock_ms > deadline:
                 # Take the last round again, with the steps that fit; a round that cannot be cut is left out.
-                left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1) - info.group_ms
+                merge_ms = self.fleet.merge_ms(info.merge_bytes) if len(self.speeds) > 1 else 0.0
+                left = deadline - state.clock_ms - merge_ms - info.group_ms
                 counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
                 if info.average == "gradients" or info.shares or not sum(counts):
                     break
@@ -308,6 +310,7 @@ def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
         "scheduled": total if end == 0 else None,
         "rounds": len(trained.history),
         "round_ms": round(statistics.median(periods), 2),
+        "merge_ms": round(statistics.median([i.sync_ms + i.hidden_ms for i in trained.history] or [math.nan]), 2),
         "seconds": round(time.perf_counter() - began, 1),
         "versions": versions(),
     }
@@ -335,7 +338,7 @@ class Results:
 
     @staticmethod
     def _job(row: dict[str, Any]) -> Job:
-        cell = Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+        cell = Cell(**{name: row[name] for name in Cell.__dataclass_fields__ if name in row})
         return Job(cell, row["arm"], row["lr"], row["seed"], row["measure"])
 
     @property

@@ -136,6 +136,8 @@ ARMS = {
         arm("all devices, sync, equal batches", policy="sync", rows="equal"),
         arm(CEILING, summed),
         arm("auto", policy="auto"),
+        arm("auto, int4", policy="auto", wire="int4"),
+        arm("auto, overlap 0.5, int4", policy="auto", overlap=0.5, wire="int4"),
         arm("sync, rows by speed", policy="sync"),
         arm("cadence, default"),
         arm("cadence, uniform", merge="batch"),

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
-from jaxche.cadence._row_shares import RowShares, fill
-from jaxche.cadence._tuners import best_shared_ms, effective_ranks, half_life_ms, middle, shared_worth
+from jaxche.cadence._row_shares import Cut, RowShares
+from jaxche.cadence._tuners import (
+    best_round_ms,
+    best_shared_ms,
+    effective_ranks,
+    half_life_ms,
+    middle,
+    shared_worth,
+)
 
 # Progress of one update with the gradients of k batches, in steps on one batch, or of one step each of k replicas of
 # equal speed on whole batches: k to this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
@@ -44,6 +51,8 @@ class Choice:
       reason: why, in one line.
       since: the round of the choice.
       given_up: how often local steps were given up.
+      relative_ms: time of a merge of local steps relative to that of exact sync, as measured at the last change.
+      before_ms: time of a merge before the last change, until the merges after it are measured; then 0.
     """
 
     policy: ApplyPolicy = ApplyPolicy.SYNC
@@ -52,6 +61,8 @@ class Choice:
     reason: str = "not measured yet: exact sync"
     since: int = 0
     given_up: int = 0
+    relative_ms: float = 1.0
+    before_ms: float = 0.0
 
     @property
     def patience(self) -> int:
@@ -68,6 +79,31 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """Every field by name."""
         return asdict(self) | {"policy": self.policy.value}
+
+    def compared(self, sync_samples: Sequence[float], round: int) -> Choice:
+        """The choice with the relative time of merges, once all samples are of merges since the last change."""
+        if not self.before_ms or round - self.since < _TRIED:
+            return self
+        relative = middle(sync_samples) / self.before_ms
+        return replace(
+            self, relative_ms=relative if self.policy is ApplyPolicy.CADENCE else 1 / relative, before_ms=0.0
+        )
+
+    def merges_ms(self, sync_samples: Sequence[float]) -> tuple[float, float]:
+        """The times of a merge of exact sync and of one of local steps.
+
+        One of them is measured, and the other follows by their ratio: they send other trees, and possibly codes.
+        """
+        # Until all samples are of merges since the change, the one before it counts.
+        measured_ms = self.before_ms or middle(sync_samples)
+        is_local = (self.policy is ApplyPolicy.CADENCE) != bool(self.before_ms)
+        if is_local:
+            return measured_ms / self.relative_ms, measured_ms
+        return measured_ms, measured_ms * self.relative_ms
+
+    def with_local_ms(self, sync_samples: Sequence[float], local_ms: float) -> Choice:
+        """The choice where a merge of local steps takes another time from now on, with another wire."""
+        return replace(self, relative_ms=local_ms / self.merges_ms(sync_samples)[0])
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
@@ -90,25 +126,43 @@ class Option:
     round_ms: float
 
 
-def options(
-    shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, unit: int = 1, shared: int = 0
-) -> list[Option]:
+class Costs(NamedTuple):
+    """What the ways to use the replicas cost, in milliseconds.
+
+    Attributes:
+      sync_ms: a merge of exact sync.
+      local_ms: a merge of local steps.
+      tau_ms: round length τ at which local steps on whole batches make half of their progress.
+      overlap: the part of a round of local steps that runs beside the merge of the round before it.
+    """
+
+    sync_ms: float
+    local_ms: float
+    tau_ms: float
+    overlap: float = 0.0
+
+    def rate(self, round_ms: float) -> float:
+        """The share of the time in which replicas take local steps, T / (T + max(0, C - f T))."""
+        return round_ms / (round_ms + max(0.0, self.local_ms - self.overlap * round_ms))
+
+
+def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: Costs, shared: int = 0) -> list[Option]:
     """All ways to use these replicas, with their progress.
 
     sync:     k^0.75 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
-    cadence:  0.93 k^0.75 / T_k · T / (T + C) / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
-    cadence:  N^-0.25 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+    cadence:  0.93 k^0.75 / T_k · R / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
+    cadence:  N^-0.25 · Σ v_i · R / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
-    Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
-    batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make
-    more progress than all on whole batches.
+    R = T / (T + max(0, C - f T)) is the share of the time that is not spent on merges, f the part of a round that runs
+    beside one. Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean
+    square over batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option
+    where they make more progress than all on whole batches.
 
     Args:
       shares: the measured times.
+      cuts: the rows of each replica of 1 to R joined batches.
       batch_rows: rows in a batch.
-      sync_ms: time C of a merge.
-      tau_ms: round length τ at which local steps on whole batches make half of their progress.
-      unit: rows are shared in multiples of it.
+      costs: of merges and of local steps between them.
       shared: batches that local steps share; 0 if they are on whole batches.
     """
     fixed, slope = shares.fit()
@@ -116,34 +170,30 @@ def options(
     speed, world = 1 / ms, len(ms)
     fast, every = float(ms.min()), (True,) * world
     found = []
-
-    def joined_ms(k: int) -> tuple[np.ndarray, float]:
-        """The rows of each replica of k batches, and the time that they take."""
-        rows = fill(k * batch_rows, fixed, slope, unit)
-        return rows, float((fixed + slope * rows)[rows > 0].max())
-
     # At most what all do while the fastest replica does one batch. Steps of few rows may take as long as those of many:
     # then that is measured, and other options win.
-    for k in range(1, math.ceil(fast * speed.sum() - 1e-9) + 1):
-        _, wall = joined_ms(k)
-        progress, rate = k**_AT_ONCE / (wall + sync_ms), k / (wall + sync_ms) / speed.sum()
-        found.append(Option(ApplyPolicy.SYNC, k, every, progress * fast, rate, wall))
+    most = math.ceil(fast * speed.sum() - 1e-9)
+    for k, (_, wall) in cuts.items():
+        if k <= most:
+            progress, rate = k**_AT_ONCE / (wall + costs.sync_ms), k / (wall + costs.sync_ms) / speed.sum()
+            found.append(Option(ApplyPolicy.SYNC, k, every, progress * fast, rate, wall))
     if shared:
-        rows, wall = joined_ms(shared)
-        alike = effective_ranks(rows)
-        tau_shared = tau_ms / more_steps(speed, shared)
-        length = max(best_shared_ms(sync_ms, tau_shared, alike), wall)
-        rate = shared / wall * length / (length + sync_ms)
-        progress = shared ** (_AT_ONCE - 1) * rate * shared_worth(length, tau_shared, alike) * fast
+        rows, wall = cuts[shared]
+        alike, tau = effective_ranks(rows), costs.tau_ms / more_steps(speed, shared)
+        length = max(best_shared_ms(costs.local_ms, tau, alike, costs.overlap), wall)
+        rate = shared / wall * costs.rate(length)
+        progress = shared ** (_AT_ONCE - 1) * rate * shared_worth(length, tau, alike) * fast
         found.append(Option(ApplyPolicy.CADENCE, shared, every, progress, rate / speed.sum(), length))
     order = np.argsort(ms, kind="stable")
+    place = np.argsort(order)
     whole = []
     for m in range(1, world + 1):
         v = speed[order[:m]]
-        length = max(math.sqrt(sync_ms * tau_ms), fast) if m > 1 else alone_batches(sync_ms, fast) * fast
-        rate = float(v.sum()) * length / (length + sync_ms)
-        worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / tau_ms) if m > 1 else 1.0
-        active = every if m == world else tuple(bool(rank in order[:m]) for rank in range(world))
+        length = max(best_round_ms(costs.local_ms, costs.tau_ms, costs.overlap), fast)
+        length = length if m > 1 else alone_batches(costs.local_ms, fast) * fast
+        rate = float(v.sum()) * costs.rate(length)
+        worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / costs.tau_ms) if m > 1 else 1.0
+        active = every if m == world else tuple((place < m).tolist())
         whole.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
     if shared:
         best = max(whole, key=lambda one: one.progress)
@@ -179,30 +229,43 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     local = now.policy is ApplyPolicy.CADENCE
     if not shares.is_measured or len(che.sync_samples) < 2 or (local and round - now.since < _TRIED):
         return now
+    now = now.compared(che.sync_samples, round)
     if not local and round - now.since > _UPDATES and (round - now.since) % _UPDATES:
         return now
-    sync_ms = middle(che.sync_samples)
+    sync_ms, local_ms = now.merges_ms(che.sync_samples)
     fast = min(ms for ms in che.ms_per_batch if ms)
     known = che.travel_samples and (local or round - now.since < now.patience)
     tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
-    shared = 0
+    cuts, shared = shares.cuts(batch_rows, unit), 0
     if che.tuner == "progress":  # which alone chooses a length for rounds of such steps
-        shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit)
+        shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit, cuts)
     if shared and (now.joined or not local):  # measured while they share batches, or to be tried so
         fixed, slope = shares.fit()
         tau_ms *= more_steps(1 / (fixed + slope * batch_rows), shared)
-    found = options(shares, batch_rows, sync_ms, tau_ms, unit, shared)
+    found = options(shares, cuts, batch_rows, Costs(sync_ms, local_ms, tau_ms, che.overlap), shared)
     best = max(found, key=lambda one: one.progress)
+    if not known and not all(best.active):  # try all of them, unless they promise far too little
+        together = max((one for one in found if all(one.active)), key=lambda one: one.progress)
+        best = together if together.progress > best.progress / 2 else best
     same = [one for one in found if _is(one, now)]
     leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE and not all(best.active)
     if same and not leaves_some_out and best.progress < _BETTER * same[0].progress:
         best = same[0]
-    active = () if all(best.active) else best.active
+    active, is_sync = () if all(best.active) else best.active, best.policy is ApplyPolicy.SYNC
     changed = (best.policy, active) != (now.policy, now.active)
-    changed |= best.policy is ApplyPolicy.CADENCE and bool(best.joined) != bool(now.joined)
+    changed |= not is_sync and bool(best.joined) != bool(now.joined)
     since = round if changed or round - now.since >= now.patience else now.since
-    given_up = now.given_up + (local and best.policy is ApplyPolicy.SYNC)
-    return Choice(best.policy, best.joined, active, _reason(best, found, sync_ms), since, given_up)
+    before_ms = now.before_ms if best.policy is now.policy else (local_ms if local else sync_ms)
+    return replace(
+        now,
+        policy=best.policy,
+        joined=best.joined,
+        active=active,
+        reason=_reason(best, found, sync_ms if is_sync else local_ms),
+        since=since,
+        given_up=now.given_up + (local and is_sync),
+        before_ms=before_ms,
+    )
 
 
 def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = ()) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
 _SMALLER, _KEPT = 0.10, 0.15
 # Shares that are stored because their programs are compiled.
 _USED = 8
+# Numbers of joined batches that are compared: all of these, then each an eighth larger than the one before.
+_ALL_NUMBERS = 16
 
 
 class Split(NamedTuple):
@@ -28,6 +30,13 @@ class Split(NamedTuple):
     rows: tuple[int, ...]
     steps: tuple[int, ...]
     joined: int
+
+
+class Cut(NamedTuple):
+    """The rows of each rank of some joined batches, and the milliseconds of a step on them."""
+
+    rows: np.ndarray
+    ms: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,23 +172,34 @@ class RowShares:
         *used, first = self.used or (_equal(joined, batch_rows, len(fixed)),)
         return replace(self._taking(best), used=(best, *used[: _USED - 2], first), lost_ms=0.0)
 
-    def fewest_joined(self, batch_rows: int, unit: int = 1) -> int:
+    def cuts(self, batch_rows: int, unit: int = 1) -> dict[int, Cut]:
+        """How to cut 1 to R joined batches so that a step takes the shortest time, by their number."""
+        fixed, slope = self.fit()
+        numbers = [*range(1, min(len(fixed), _ALL_NUMBERS) + 1)]
+        while numbers[-1] < len(fixed):
+            numbers.append(min(numbers[-1] + numbers[-1] // 8, len(fixed)))
+        found = {}
+        for n in numbers:
+            rows = fill(n * batch_rows, fixed, slope, unit)
+            found[n] = Cut(rows, float((fixed + slope * rows)[rows > 0].max()))
+        return found
+
+    def fewest_joined(self, batch_rows: int, unit: int = 1, cuts: Mapping[int, Cut] | None = None) -> int:
         """The fewest batches that local steps of all ranks should share; 0 if each rank should take whole batches.
 
         Fewer batches make more steps, and no step is larger than a batch. They take longer a batch: by the part of a
         step that does not depend on its rows, and because rows are whole. So the number is the smallest that takes at
         most 10 % longer than the best, and stays while it takes at most 15 % longer. Rows of different shapes are not
-        shared: each cut of a batch would need programs of its own.
+        shared: each cut of a batch would need programs of its own. ``cuts`` are those of :meth:`cuts`.
         """
         if self.shapes_differ or not self.is_measured:
             return 0
-        fixed, slope = self.fit()
-        rows = [fill(n * batch_rows, fixed, slope, unit) for n in range(1, len(fixed) + 1)]
-        ms = [_times(fixed, slope, r, r > 0).max() / n for n, r in enumerate(rows, start=1)]
-        more = [one / min(ms) - 1 if r.max() <= batch_rows else math.inf for one, r in zip(ms, rows, strict=True)]
-        if self.rows and self.joined <= len(more) and more[self.joined - 1] <= _KEPT:
+        cuts = cuts or self.cuts(batch_rows, unit)
+        best = min(cut.ms / n for n, cut in cuts.items())
+        more = {n: cut.ms / n / best - 1 for n, cut in cuts.items() if cut.rows.max() <= batch_rows}
+        if self.rows and more.get(self.joined, math.inf) <= _KEPT:
             return self.joined
-        return next((n for n, one in enumerate(more, start=1) if one <= _SMALLER), 0)
+        return next((n for n, one in more.items() if one <= _SMALLER), 0)
 
     def _taking(self, split: Split) -> RowShares:
         return replace(self, rows=split.rows, steps=split.steps, joined=split.joined)

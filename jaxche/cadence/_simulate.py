@@ -60,10 +60,11 @@ def _numbers(name: str, row: Any) -> tuple[float, ...]:
 class VirtualFleet:
     """Replicas of given speeds, with jitter, a merge cost, compilation times and a change of speed.
 
-    wall_i = [n_i · f + b_i · (t_i - f)] · (1 + jitter · z),  sync = C · (1 + jitter · z)
+    wall_i = [n_i · f + b_i · (t_i - f)] · (1 + jitter · z),  sync = (C + 8 B / rate) · (1 + jitter · z)
 
     with ``n_i`` steps on the rows of ``b_i`` whole batches, ``f`` the part of a step that does not depend on its rows,
-    and ``z`` standard normal, drawn for each rank and round. ``Trainer(fleet=)`` trains on the clock of such a fleet.
+    ``B`` the bytes that a replica sends in a merge, and ``z`` standard normal, drawn for each rank and round.
+    ``Trainer(fleet=)`` trains on the clock of such a fleet.
 
     Jitter is drawn for a whole round, not for a batch, so that long rounds do not average it out: clock changes and
     other jobs on a shared node also last longer than a batch.
@@ -71,12 +72,13 @@ class VirtualFleet:
     Args:
       ms_per_batch: ms of a batch on each rank, [R].
       jitter: relative standard deviation, 0 to 1.
-      sync_ms: cost of a merge in ms.
+      sync_ms: cost of a merge in ms, beside the time of its bytes.
       fixed_ms: ms of a step that do not depend on its rows; a step on half a batch takes half of the rest.
       slowdown: a rank that changes its speed during the run.
       first_report_ms: ms that compilation adds to the first round of each rank, [R]; None for none.
       first_sync_ms: ms that compilation adds to the first merge.
       group_sync_ms: ms of a merge within a group, for ``Trainer(groups=)``.
+      link_mbit: Mbit a second that each replica can send, for ``Trainer(fleet=)``; None if bytes cost nothing.
       seed: seed of the jitter; the same seed gives the same run under every tuner.
 
     Raises:
@@ -100,6 +102,7 @@ class VirtualFleet:
     seed: int = 0
     fixed_ms: float = 0.0
     group_sync_ms: float = 0.0
+    link_mbit: float | None = None
 
     def __post_init__(self) -> None:
         # Tuples of floats, so that fleets compare and hash.
@@ -131,6 +134,13 @@ class VirtualFleet:
                 f"fixed_ms={self.fixed_ms} is more than a batch takes, {speeds.min():g} ms on the fastest rank; it is "
                 "a part of ms_per_batch"
             )
+        if self.link_mbit is not None:
+            rate = finite_number("link_mbit", self.link_mbit, "link_mbit=1000.0")
+            if rate <= 0:
+                raise ValueError(
+                    f"link_mbit={self.link_mbit} must be above 0; write e.g. link_mbit=1000.0, or leave it out"
+                )
+            object.__setattr__(self, "link_mbit", rate)
         whole_number("seed", self.seed, 0, "seed=0")
         if self.slowdown is not None and not isinstance(self.slowdown, Slowdown):
             line = "slowdown=jaxche.cadence.Slowdown(rank=0, round=10, factor=2.0)"
@@ -152,8 +162,12 @@ class VirtualFleet:
             ms[self.slowdown.rank] *= self.slowdown.factor
         return ms
 
+    def merge_ms(self, sent_bytes: int = 0) -> float:
+        """The time of a merge in which each replica sends so many bytes, without jitter."""
+        return self.sync_ms + (8e-3 * sent_bytes / self.link_mbit if self.link_mbit else 0.0)
+
     def timings(
-        self, counts: Sequence[int], round: int, batches: Sequence[float] | None = None
+        self, counts: Sequence[int], round: int, batches: Sequence[float] | None = None, sent_bytes: int = 0
     ) -> tuple[np.ndarray, float]:
         """Measurements of a round: (wall_ms [R], sync_ms).
 
@@ -161,6 +175,7 @@ class VirtualFleet:
           counts: steps of each rank, [R].
           round: its number.
           batches: rows of each rank in whole batches, [R]; None for whole batches only.
+          sent_bytes: that each replica sends in the merge.
         """
         noise = np.random.default_rng((self.seed, round)).standard_normal(len(self.ms_per_batch) + 1)
         # No batch takes less than a tenth of its time.
@@ -170,7 +185,7 @@ class VirtualFleet:
         wall = self.speeds(round) * (np.asarray(counts) * fixed + rows * (1 - fixed)) * stretch[:-1]
         if round == 0 and self.first_report_ms is not None:
             wall = wall + np.array(self.first_report_ms)
-        sync_ms = self.sync_ms * stretch[-1] + (self.first_sync_ms if round == 0 else 0.0)
+        sync_ms = self.merge_ms(sent_bytes) * stretch[-1] + (self.first_sync_ms if round == 0 else 0.0)
         return wall, float(sync_ms)
 
     def run(self, che: ElChe, rounds: int = 100) -> FleetRun:

@@ -81,7 +81,7 @@ class Arguments:
         overlap = checked_overlap(self.overlap)
         averaging = self._averaging(policy, overlap)
         staged = averaging.staged
-        check_auto_wire(self.wire, self.che, isinstance(group, ElasticGroup), self.fleet is not None)
+        check_auto_wire(self.wire, self.che, isinstance(group, ElasticGroup), self.fleet)
         placements = self._placements()
         world_size = len(placements)
         che = _checked_cadence(self.che, world_size, averaging.average)

@@ -71,8 +71,6 @@ def check_wire(wire: str, averaging: Averaging) -> None:
     reason = ""
     if averaging.staged:
         reason = "the stages of a jaxche.Partitioned merge one after the other in float32"
-    elif averaging.policy is ApplyPolicy.AUTO:
-        reason = "policy='auto' also makes rounds of exact sync, which send gradients in float32"
     elif averaging.average == "gradients":
         reason = "average='gradients' sums gradients in float32, for the exact update of the joined batch"
     if reason:
@@ -82,13 +80,13 @@ def check_wire(wire: str, averaging: Averaging) -> None:
         )
 
 
-def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, virtual: bool) -> None:
+def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, fleet: Any) -> None:
     """Refuse ``wire="auto"`` where its merges cannot be measured and changed."""
     if wire != "auto":
         return
     what = ""
-    if virtual:
-        what = "measures merges, and on the clock of fleet= they cost the same with every wire"
+    if isinstance(fleet, VirtualFleet) and fleet.link_mbit is None:
+        what = "measures merges, and on the clock of a fleet= without link_mbit= they cost the same with every wire"
     elif elastic:
         what = "changes the programs of all processes in a run, and an elastic run admits processes without them"
     elif che is not None and che.tuner == "seed":
@@ -98,7 +96,11 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, virtual: bool) 
 
 
 def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, groups: Sequence[int] = ()) -> None:
-    """Refuse recorded rounds whose merges a trainer with these arguments would not make again."""
+    """Refuse recorded rounds whose merges a trainer with these arguments would not make again.
+
+    Updates of exact sync have neither wire nor overlap.
+    """
+    history = [info for info in history if info.average == "parameters"]
     wires = {info.wire for info in history if info.wire}
     for info in history:
         if info.group_merges > 1 and info.groups != tuple(groups):
@@ -196,7 +198,7 @@ def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[Bat
     if not overlap:
         return
     policy, average = averaging.policy, averaging.average
-    if policy is not ApplyPolicy.CADENCE or average != "parameters":
+    if policy not in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) or average != "parameters":
         raise ValueError(
             f"overlap={overlap} corrects parameters that replicas have trained on; policy={policy.value!r} with "
             f"average={average!r} needs the result of each merge at once; write policy='cadence', "

@@ -126,8 +126,9 @@ class Engine:
         self._shapes: Any = None
         self._replica_mesh: Any = None
         self._merge: Any = None  # none before :meth:`prepare`
-        # The wire of merges; under "auto" the trainer changes it, and the merges of both wires stay compiled.
-        self.wire = AUTO_WIRES[0] if settings.wire == "auto" else settings.wire
+        # The wire of merges of parameters; under "auto" the trainer changes it, and the merges of both stay compiled.
+        is_exact = settings.wire == "auto" or self.average == "gradients"
+        self.wire = AUTO_WIRES[0] if is_exact else settings.wire
         self._merges: dict[str, Any] = {}
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}

@@ -229,6 +229,8 @@ class PreparedEngine(Engine):
 
     def merge_ms(self, local_states: Sequence[LocalState]) -> float:
         """The time of a merge that changes nothing, the longest of all processes."""
+        if (fleet := self._settings.fleet) is not None:
+            return fleet.merge_ms(self.sent_bytes)
         clock = time.perf_counter()
         self._warm_up_merge(local_states)
         return max(self._group.all_gather(1e3 * (time.perf_counter() - clock)))

@@ -320,16 +320,20 @@ def round_times(
     elapsed_ms: float,
     fleet: VirtualFleet | None,
     batch_size: int,
+    sent_bytes: int,
     is_shared: bool,
 ) -> tuple[RoundStatistics, RoundTimes]:
-    """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
+    """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet.
+
+    ``batch_size`` is the number of examples in a whole batch, and ``sent_bytes`` what a replica sends in the merge.
+    """
     in_flight, merge_ms = planned.state.in_flight, 0.0
     if fleet is None:
         # Replicas start a round together: the time beyond the slowest replica is that of the merge.
         sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
         duration_ms = in_flight.duration_ms if in_flight else 0.0
     else:
-        table, merge_ms = _fleet_times(fleet, planned, table, batch_size)
+        table, merge_ms = _fleet_times(fleet, planned, table, batch_size, sent_bytes)
         sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
         if planned.overlap:
             overlapped = tuple(map(min, planned.overlapped, table.counts))
@@ -341,11 +345,11 @@ def round_times(
 
 
 def _fleet_times(
-    fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics, batch_size: int
+    fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics, batch_size: int, sent_bytes: int
 ) -> tuple[RoundStatistics, float]:
     """The statistics with the times of the virtual fleet, and the time of its merge."""
     batches = table.examples / batch_size
-    wall_ms, merge_ms = fleet.timings(table.counts, planned.plan.round, batches.tolist())
+    wall_ms, merge_ms = fleet.timings(table.counts, planned.plan.round, batches.tolist(), sent_bytes)
     groups, merges = planned.groups.ranks, planned.group_merges
     paused = paused_ms(groups, table.counts, wall_ms.tolist(), merges, fleet.group_sync_ms)
     return table.with_times(wall_ms.tolist(), paused.tolist()), merge_ms
@@ -398,6 +402,7 @@ def _report(
         return None, correction, Verdict.CALM
     # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
     is_whole = planned.policy is ApplyPolicy.SYNC or counts == before.limited_counts
+    is_whole |= state.choice is not None and 0 in plan.counts and counts == plan.counts  # some replicas are idle
     wall_ms, reported = table.wall_ms, counts
     if plan.shares:
         # A cadence counts whole batches: report the time that one would have taken.

@@ -102,7 +102,9 @@ class Rounds:
         self._engine = self._local_engine = engine
         self._engines = [engine]
         if settings.chooses:  # the programs of exact sync beside those of local steps
-            sync = replace(settings, average="gradients", merge="steps", opt_state="local")
+            # Merged gradients leave the optimizer's state as it is; with a wire its rounding errors stay too.
+            kept = "local" if settings.opt_state == "reset" else settings.opt_state
+            sync = replace(settings, average="gradients", merge="steps", opt_state=kept, overlap=0.0)
             self._sync_engine = PreparedEngine(sync, readers)
             self._engines.append(self._sync_engine)
         self._metric_programs: list[Any] = []  # of the last evaluations
@@ -305,7 +307,8 @@ class Rounds:
         table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
-        table, times = round_times(planned, table, elapsed_ms, settings.fleet, engine.batch_size, self._has_peers)
+        sizes = engine.batch_size, engine.sent_bytes
+        table, times = round_times(planned, table, elapsed_ms, settings.fleet, *sizes, self._has_peers)
         after, info = advance(planned, merged, table, times)
         if engine.overlaps:
             in_flight = engine.start_merge(planned, results, rows, max(table.wall_ms), times.merge_ms)
@@ -362,7 +365,7 @@ class Rounds:
         if self._settings.chooses:
             is_sync = self._rules.policy_of(state) is ApplyPolicy.SYNC
             self._engine = self._sync_engine if is_sync else self._local_engine
-        elif state.wire is not None:
+        if state.wire is not None and self._engine is self._local_engine:
             self._engine.use_wire(state.wire.wire, state.local_states)
 
     def _prepared_plan(
@@ -426,15 +429,20 @@ class Rounds:
 
         A replay takes that of the record.
         """
-        choice, che = state.wire, state.che
-        if given.done is not None or choice is None or choice.reason or che is None or merge_share(che) < DEAR:
+        wire, che, choice, engine = state.wire, state.che, state.choice, self._engine
+        if given.done is not None or wire is None or wire.reason or che is None or merge_share(che) < DEAR:
             return state
+        if choice is not None and (engine is not self._local_engine or choice.before_ms):
+            return state  # the measured merges are, or include, those of exact sync
         state = state.merged()  # a merge in flight has collectives, too
-        self._engine.use_wire("int4", state.local_states)
-        choice = choose_wire(che, self._engine.merge_ms(state.local_states))
+        engine.use_wire("int4", state.local_states)
+        coded_ms = engine.merge_ms(state.local_states)
+        wire = choose_wire(che, coded_ms)
         if self._group.is_first:
-            _log.info("%s", choice.reason)
-        return replace(state, wire=choice)
+            _log.info("%s", wire.reason)
+        if choice is not None and wire.wire == "int4":
+            choice = choice.with_local_ms(che.sync_samples, coded_ms)
+        return replace(state, wire=wire, choice=choice)
 
     def _with_shares(
         self, state: TrainerState, planned: PlannedRound, info: RoundInfo, table: RoundStatistics

@@ -336,7 +336,7 @@ class Trainer(Rounds):
                     "recorded round, e.g. state = trainer.init(params), and give the same data"
                 )
             state = state if info.overlapped else state.merged()
-            if state.wire is not None:
+            if state.wire is not None and info.average == "parameters":
                 state = replace(state, wire=replace(state.wire, wire=info.wire))
             if state.choice is not None and info.policy:
                 state = replace(state, choice=replace(state.choice, policy=ApplyPolicy(info.policy)))
@@ -369,8 +369,17 @@ class Trainer(Rounds):
           state: after the rounds from which speeds and merges are measured.
         """
         state = self._with_own_choices(checked_state(state, "trainer.explain"))
-        if state.choice is not None:
-            return state.choice.reason
+        parts = [state.choice.reason if state.choice is not None else self._given_policy(state)]
+        if state.wire is not None and state.wire.reason:
+            parts.append(state.wire.reason)
+        elif advice := self._cheaper_merges(state):
+            parts.append(advice)
+        if state.che is not None and state.che.limit and self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
+            parts.append(state.che.limit)
+        return "; ".join(parts)
+
+    def _given_policy(self, state: TrainerState) -> str:
+        """The policy as given, with its rounds and merges, in one line."""
         policy = f"policy={self.policy.value!r}, as given"
         if state.row_shares.rows:
             joined = state.row_shares.joined
@@ -386,18 +395,14 @@ class Trainer(Rounds):
         if self._engine.groups.ranks:
             groups = self._settings.groups.ranks
             policy += f"; groups {groups} merge {state.group_merges} times in a round, the last time with all"
-        if state.wire is not None and state.wire.reason:
-            policy += f"; {state.wire.reason}"
-        elif advice := self._cheaper_merges(state):
-            policy += f"; {advice}"
-        if state.che is not None and state.che.limit and self.policy is not ApplyPolicy.SYNC:
-            policy += f"; {state.che.limit}"
         return policy
 
     def _cheaper_merges(self, state: TrainerState) -> str:
         """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
         settings = self._settings
-        if settings.average != "parameters" or settings.staged or state.che is None:
+        if self._rules.policy_of(state) is ApplyPolicy.SYNC or settings.average != "parameters" or settings.staged:
+            return ""
+        if state.che is None:
             return ""
         share, advice = merge_share(state.che), []
         if share < DEAR:

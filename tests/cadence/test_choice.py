@@ -1,5 +1,6 @@
 """The choice of policy="auto": exact sync where a merge is cheap, local steps where it is not, no useless device."""
 
+import itertools
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import pytest
 
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
-from jaxche.cadence._choice import more_steps, options
+from jaxche.cadence._choice import Costs, more_steps, options
 
 BATCH = 16
 
@@ -28,6 +29,12 @@ def measured(ms, sync_ms, travel_ms=0.0, fixed=0.0):
 
 def chosen(ms, sync_ms, travel_ms=0.0, now=None, round=10, fixed=0.0):
     return choose(now or Choice(), *measured(ms, sync_ms, travel_ms, fixed), BATCH, round)
+
+
+def ways(shares, sync_ms, tau_ms):
+    """All ways to use devices of 20 and 50 ms, where ``tau_ms`` was measured in steps that share a batch."""
+    costs = Costs(sync_ms, sync_ms, tau_ms * more_steps(1 / np.array([20, 50]), 1))
+    return options(shares, shares.cuts(BATCH), BATCH, costs, shared=1)
 
 
 @pytest.mark.parametrize("ms", [(20, 50), (20, 20, 40, 80), (20,) * 8])
@@ -115,8 +122,9 @@ def test_small_steps_that_turn_out_to_take_as_long_are_given_up():
 def test_rows_are_shared_in_multiples_of_a_unit():
     shares, _ = measured((20,) * 32, 0.2)
     # A batch of 16 rows in units of 4 keeps four devices busy, and 28 idle.
-    assert options(shares, BATCH, 0.2, 1e3, unit=4)[0].round_ms == pytest.approx(5.0)
-    assert options(shares, BATCH, 0.2, 1e3)[0].round_ms == pytest.approx(1.25)
+    cheap = Costs(0.2, 0.2, 1e3)
+    assert options(shares, shares.cuts(BATCH, 4), BATCH, cheap)[0].round_ms == pytest.approx(5.0)
+    assert options(shares, shares.cuts(BATCH), BATCH, cheap)[0].round_ms == pytest.approx(1.25)
 
 
 def test_a_device_alone_where_merges_cost_more_than_the_others_add():
@@ -150,7 +158,7 @@ def test_a_useless_device_is_left_out():
 )
 def test_a_little_more_progress_is_no_reason_to_change(sync_ms, tau_ms, better):
     shares, che = measured((20, 50), sync_ms, tau_ms / 0.45)
-    found = options(shares, BATCH, sync_ms, tau_ms * more_steps(1 / np.array([20, 50]), 1), shared=1)
+    found = ways(shares, sync_ms, tau_ms)
     found = {one.policy: one.progress for one in found if one.joined == 1}
     assert max(found.values()) < 1.08 * min(found.values())  # or this test needs other speeds
     assert max(found, key=found.get) is better
@@ -160,7 +168,7 @@ def test_a_little_more_progress_is_no_reason_to_change(sync_ms, tau_ms, better):
 
 def test_replicas_are_left_out_of_local_steps_for_little_progress():
     now, shares, che = Choice(ApplyPolicy.CADENCE, 1), *measured((20, 50), 66.0, 2500.0 / 0.45)
-    found = options(shares, BATCH, 66.0, 2500.0 * more_steps(1 / np.array([20, 50]), 1), shared=1)
+    found = ways(shares, 66.0, 2500.0)
     found = {one.active: one.progress for one in found if one.policy is now.policy}
     assert 1 < found[True, False] / found[True, True] < 1.08  # or this test needs other speeds
     assert choose(now, shares, che, BATCH, 10).active == (True, False)
@@ -189,6 +197,61 @@ def test_exact_sync_is_looked_at_again_every_16_updates():
     now = Choice(ApplyPolicy.SYNC, 4, since=10)
     made = [round for round in range(11, 60) if chosen((20,) * 4, 30.0, travel_ms=2e4, now=now, round=round) != now]
     assert made == [*range(11, 27), 42, 58]
+
+
+def test_merges_of_both_kinds_have_their_own_time():
+    """Exact sync sends gradients, local steps parameters and moments, or codes of them."""
+    now = Choice(ApplyPolicy.CADENCE, 1, since=10, before_ms=4.0)
+    assert now.merges_ms([40.0, 4.0, 4.0]) == (4.0, 4.0)  # none or only some of these are merges of local steps
+    assert now.compared([12.0, 12.0, 4.0], 13) == now
+    known = now.compared([12.0, 12.0, 12.0], 14)
+    assert (known.relative_ms, known.before_ms) == (3.0, 0.0)
+    assert known.merges_ms([12.0, 12.0, 12.0]) == (4.0, 12.0)
+    assert known.merges_ms([24.0, 24.0, 24.0]) == (8.0, 24.0)  # the link has become slower
+    coded = known.with_local_ms([12.0, 12.0, 12.0], 2.0)
+    assert coded.merges_ms([2.0, 2.0, 2.0]) == (4.0, 2.0)
+    back = replace(coded, policy=ApplyPolicy.SYNC, since=20, before_ms=2.0)
+    assert back.merges_ms([2.0, 2.0, 2.0]) == (4.0, 2.0)
+    assert back.compared([5.0, 5.0, 5.0], 24).merges_ms([5.0, 5.0, 5.0]) == (5.0, 2.0)
+
+
+def test_local_steps_whose_merges_take_longer_than_those_of_exact_sync_are_given_up():
+    arguments = {"ms": (20, 20, 40, 80), "travel_ms": 5e2, "round": 14}
+    now = Choice(ApplyPolicy.CADENCE, 1, since=10)
+    assert chosen(sync_ms=6.0, now=replace(now, before_ms=6.0), **arguments).policy is ApplyPolicy.CADENCE
+    dear = chosen(sync_ms=6.0, now=replace(now, before_ms=1.0), **arguments)
+    assert (dear.policy, dear.before_ms, dear.relative_ms) == (ApplyPolicy.SYNC, 6.0, 6.0)
+    assert "and 1 ms to merge" in dear.reason
+
+
+def test_merges_beside_steps_cost_what_is_not_hidden():
+    shares, che = measured((20, 20, 40, 80), 30.0, 3e3)
+    costs = Costs(30.0, 30.0, 1e3)
+    assert costs.rate(30.0) == pytest.approx(1 / 2)
+    assert costs._replace(overlap=0.5).rate(30.0) == pytest.approx(30 / 45)
+    assert costs._replace(overlap=0.5).rate(60.0) == 1.0
+    waiting, beside = (
+        max(
+            one.progress
+            for one in options(shares, shares.cuts(BATCH), BATCH, each)
+            if all(one.active) and not one.joined
+        )
+        for each in (costs, costs._replace(overlap=0.5))
+    )
+    assert beside > 1.05 * waiting
+    now = Choice(ApplyPolicy.CADENCE, 1)
+    told = [choose(now, shares, replace(che, overlap=part), BATCH, 10).reason for part in (0.0, 0.5)]
+    assert told[0] != told[1]
+
+
+@pytest.mark.parametrize("world", [2, 16, 17, 64])
+def test_many_replicas_compare_some_numbers_of_joined_batches(world):
+    shares, _ = measured((20,) * world, 1.0)
+    numbers = list(shares.cuts(BATCH))
+    assert numbers[: min(world, 16)] == list(range(1, min(world, 16) + 1))
+    assert numbers[-1] == world
+    assert all(b <= 1.13 * a for a, b in itertools.pairwise(numbers[15:]))
+    assert len(numbers) <= 30
 
 
 def test_nothing_is_chosen_before_it_is_measured():

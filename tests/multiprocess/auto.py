@@ -32,8 +32,8 @@ class Problem(resumed.Problem):
     def __init__(self):
         super().__init__(8 * 40)
 
-    def trainer(self, replicas):
-        return jaxche.Trainer(self.loss, optax.adam(0.02), policy="auto", replicas=replicas)
+    def trainer(self, replicas, wire="float32"):
+        return jaxche.Trainer(self.loss, optax.adam(0.02), policy="auto", replicas=replicas, wire=wire)
 
 
 def alternate():
@@ -51,7 +51,7 @@ def alternate():
     _plan.choose = chosen
 
 
-def main(folder, *victims):
+def main(folder, wire, *victims):
     # A stall of this machine cuts no round short.
     _plan._MIN_EXTRA_MS = 60_000.0
     alternate()
@@ -60,7 +60,7 @@ def main(folder, *victims):
     # Processes whose devices have different memory: one of them takes its rows in several steps.
     _preparation.row_limit = lambda *_: 4.0 if own == 0 else 100.0
     problem, worlds, states = Problem(), [], {}
-    trainer = problem.trainer(jaxche.devices())
+    trainer = problem.trainer(jaxche.devices(), wire)
 
     def callback(state, info):
         world = len(info.counts)

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.mark.slow
-def test_the_choice_is_made_again_after_deaths_and_admissions(load, tmp_path, devices, capfd):
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_the_choice_is_made_again_after_deaths_and_admissions(load, tmp_path, devices, capfd, wire):
     program, world = load("auto"), 3
-    code = launch([sys.executable, str(PROGRAM), str(tmp_path), "1", "0"], world, elastic=True, max_restarts=2)
+    code = launch([sys.executable, str(PROGRAM), str(tmp_path), wire, "1", "0"], world, elastic=True, max_restarts=2)
     err = capfd.readouterr().err
     assert code == 0, err
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
@@ -43,6 +44,9 @@ def test_the_choice_is_made_again_after_deaths_and_admissions(load, tmp_path, de
     used = np.cumsum([0] + [info.joined or sum(info.counts) for info in history])[:-1]
     size = len(program.Problem().data)
     assert [(info.epoch, info.cursor) for info in history] == [divmod(n, size) for n in used.tolist()]
+    assert {info.wire for info in history if info.policy == "cadence"} == {wire}
+    if wire != "float32":  # a process that replaces another starts without rounding errors, and a replay with those
+        return
     # The record, run again on devices of one process.
     problem = program.Problem()
     trainer = state = None

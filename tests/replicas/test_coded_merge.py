@@ -385,7 +385,6 @@ def test_wires_that_cannot_be_are_refused_with_the_line_to_write(problem, device
     refused(r"wire='int3' is unknown; write one of 'float32', 'bfloat16', 'int8', 'int4'", wire="int3")
     refused("average='gradients' sums gradients in float32", wire="int4", average="gradients")
     refused("average='gradients' sums gradients in float32", wire="int4", policy="sync")
-    refused("policy='auto' also makes rounds of exact sync", wire="int8", policy="auto")
     stages = jaxche.Partitioned([lambda p, x: x * p, lambda p, x: x * p], lambda y, b: y.mean(), jaxche.Direct())
     refused("stages of a jaxche.Partitioned", loss=stages, wire="int8")
     assert "wire='int4'" in repr(jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], wire="int4"))

@@ -261,7 +261,6 @@ def test_the_cadence_makes_rounds_as_long_as_hides_the_merge(make, data):
         ({"overlap": None}, r"write overlap=0.5"),
         ({"policy": "sync"}, r"write policy='cadence'"),
         ({"policy": "async"}, r"write policy='cadence'"),
-        ({"policy": "auto"}, r"write policy='cadence'"),
         ({"average": "gradients"}, r"write policy='cadence', average='parameters'"),
         ({"opt_state": "average"}, r"write opt_state='local'"),
         ({"opt_state": "reset"}, r"'reset' changes them .* write opt_state='local'"),

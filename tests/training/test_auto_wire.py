@@ -142,10 +142,9 @@ def test_a_replay_under_another_wire_is_refused(problem, trainer):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"fleet": jaxche.VirtualFleet([20, 50])}, "on the clock of fleet= they cost the same"),
+        ({"fleet": jaxche.VirtualFleet([20, 50])}, "on the clock of a fleet= without link_mbit= they cost the same"),
         ({"che": jaxche.ElChe(2, 10)}, "tuner='seed' does not keep"),
         ({"policy": "sync"}, "sums gradients in float32"),
-        ({"policy": "auto"}, "rounds of exact sync"),
     ],
 )
 def test_what_cannot_choose_is_refused(devices, options, reason):

@@ -1,0 +1,163 @@
+"""policy="auto" on a slow link: codes and overlap for its local steps, and exact sync without them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.cadence import ApplyPolicy
+from jaxche.training import Checkpoints
+from jaxche.training import _plan as plan_module
+
+# Codes of 4 bits for parameters and two moments of Adam are fewer bytes than float32 gradients.
+SLOW = {"sync_ms": 1.0, "link_mbit": 5.0}
+
+
+class Wide:
+    """A network of 1,794 parameters, whose codes fill whole blocks."""
+
+    def __init__(self, examples=16 * 60 + 5):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(examples, 5)).astype(np.float32)
+        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
+        self.data = jaxche.Batches({"x": x, "y": y}, 16, seed=3)
+        hidden, out = rng.normal(size=(5, 256)), rng.normal(size=(256, 2))
+        self.params = {"hidden": np.float32(hidden / 5), "out": np.float32(out / 32), "bias": np.zeros(2, np.float32)}
+
+    @staticmethod
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["hidden"])
+        return jnp.mean((hidden @ params["out"] + params["bias"] - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return Wide()
+
+
+@pytest.fixture
+def trainer(large, devices):
+    def make(ms=(20, 20, 40, 80), link=SLOW, **options):
+        replicas, fleet = devices[: len(ms)], jaxche.VirtualFleet(ms, **link)
+        return jaxche.Trainer(large.loss, optax.adam(1e-3), policy="auto", fleet=fleet, replicas=replicas, **options)
+
+    return make
+
+
+def fit(one, problem, epochs=3, **options):
+    return one.fit(one.init(problem.params), problem.data, epochs=epochs, progress=False, **options)
+
+
+def alternate(monkeypatch):
+    """Choose exact sync and local steps in turns, three rounds each."""
+
+    def choose(now, shares, che, batch_rows, round, unit=1):
+        policy = ApplyPolicy.CADENCE if (round + 1) // 3 % 2 else ApplyPolicy.SYNC
+        return dataclasses.replace(now, policy=policy)
+
+    monkeypatch.setattr(plan_module, "choose", choose)
+
+
+@pytest.mark.parametrize("options", [{"wire": "int4"}, {"wire": "int8", "overlap": 0.5}, {"overlap": 0.25}])
+def test_local_steps_have_the_wire_and_the_overlap_and_updates_neither(trainer, large, monkeypatch, options):
+    alternate(monkeypatch)
+    one = trainer(**options)
+    state, history = fit(one, large, epochs=2)
+    sync = [info for info in history if info.policy == "sync"]
+    local = [info for info in history if info.policy == "cadence"]
+    assert min(len(sync), len(local)) > 4
+    assert {(info.wire, info.overlap, info.average) for info in sync} == {("float32", 0.0, "gradients")}
+    assert {(info.wire, info.overlap) for info in local} == {
+        (options.get("wire", "float32"), options.get("overlap", 0.0))
+    }
+    assert sum(info.examples for info in history) == 2 * (16 * 60 + 5)
+    for leaf in jax.tree.leaves(state.params):
+        assert (np.asarray(leaf) == np.asarray(leaf)[:1]).all()
+
+
+def test_what_rounding_leaves_outlasts_exact_sync(trainer, large, monkeypatch, same):
+    """An update of exact sync sends no code, so a replica still has to send what it had before."""
+    alternate(monkeypatch)
+    one = trainer(wire="int4")
+    state, kept = one.init(large.params), 0
+    for _ in range(8):
+        before = state
+        state, info = one.round(state, large.data)
+        if info.policy == "sync":
+            same([local.residual for local in before.local_states], [local.residual for local in state.local_states])
+            kept += any(np.any(leaf) for leaf in jax.tree.leaves(before.local_states[0].residual))
+    assert kept > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"wire": "int4"}, {"wire": "int4", "overlap": 0.5}, {"wire": "auto"}])
+def test_a_run_repeats_resumes_and_replays(trainer, large, same, tmp_path, told, options):
+    one = trainer(**options)
+    # Each checkpoint waits for the merge in flight, so that one is saved in both runs.
+    state, history = fit(one, large, epochs=4, checkpoints=Checkpoints(tmp_path / "whole"))
+    assert {info.policy for info in history} == {"sync", "cadence"}
+    assert "int4" in {info.wire for info in history}
+    fit(trainer(**options), large, epochs=2, checkpoints=Checkpoints(tmp_path / "parts"))
+    other = trainer(**options)
+    resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path / "parts"))
+    same(one.params(state), other.params(resumed))
+    assert told(whole) == told(history)
+    replayed, _ = one.replay(one.init(large.params), large.data, history)
+    same(one.params(state), one.params(replayed))
+
+
+def test_a_replay_with_another_wire_is_refused(trainer, large):
+    one = trainer(wire="int4")
+    _, history = fit(one, large)
+    other = trainer(wire="int8")
+    with pytest.raises(ValueError, match=r"recorded with wire='int4' .*and this trainer has wire='int8'"):
+        other.replay(other.init(large.params), large.data, history)
+
+
+def test_the_time_of_a_merge_follows_from_its_bytes(trainer, large):
+    one = trainer(wire="int4")
+    _, history = fit(one, large)
+    for info in history:
+        assert info.sync_ms == pytest.approx(1.0 + 8e-3 * info.merge_bytes / 5.0)
+    sync, local = ({info.merge_bytes for info in history if info.policy == policy} for policy in ("sync", "cadence"))
+    assert max(local) < 0.8 * min(sync)
+
+
+def test_both_kinds_of_merges_are_measured(trainer, large):
+    one = trainer(wire="int4")
+    state, history = fit(one, large)
+    sync_ms, local_ms = (
+        next(info.sync_ms for info in history if info.policy == policy) for policy in ("sync", "cadence")
+    )
+    assert state.choice.before_ms == 0
+    assert state.choice.relative_ms == pytest.approx(local_ms / sync_ms)
+    assert f"{local_ms:.3g} ms to merge" in one.explain(state)
+
+
+def test_codes_make_local_steps_worth_their_merges(trainer, large):
+    """In float32 merges take so long that three of four replicas are better idle."""
+    link = {"sync_ms": 1.0, "link_mbit": 1.0}
+    exact, coded = trainer(link=link, opt_state="average"), trainer(link=link, wire="int4")
+    assert sum(fit(exact, large, epochs=8)[0].choice.active) < sum(
+        fit(coded, large, epochs=8)[0].choice.active or [1] * 4
+    )
+
+
+def test_wire_auto_keeps_the_relative_time_of_merges(trainer, large):
+    one = trainer(wire="auto")
+    state, history = fit(one, large, epochs=4)
+    wires = {info.wire for info in history if info.policy == "cadence"}
+    assert wires == {"float32", "int4"}
+    sync_ms = next(info.sync_ms for info in history if info.policy == "sync")
+    coded_ms = next(info.sync_ms for info in history if info.wire == "int4")
+    assert state.choice.relative_ms == pytest.approx(coded_ms / sync_ms)
+    assert "wire='int4'" in one.explain(state)
+
+
+def test_wire_auto_needs_a_link_on_a_virtual_clock(trainer):
+    with pytest.raises(ValueError, match="without link_mbit= they cost the same"):
+        trainer(link={"sync_ms": 5.0}, wire="auto")
