@@ -18,7 +18,6 @@ from jaxche.averaging import merge_weights
 from jaxche.cadence import (
     DEAR,
     ApplyPolicy,
-    Choice,
     DivergenceCorrection,
     ElChe,
     RoundPlan,
@@ -353,7 +352,8 @@ class Rounds:
 
     def _with_own_choices(self, state: TrainerState) -> TrainerState:
         """The state without the choices of a trainer with other arguments, and with those that this one makes."""
-        choice = (state.choice or Choice()) if self._settings.chooses else None
+        first = self._settings.first_choice
+        choice = first and (state.choice or first)
         wire = (state.wire or WireChoice()) if self._settings.wire == "auto" and self.world_size > 1 else None
         shares = state.row_shares if self._settings.rows == "speed" else RowShares()
         if (choice, wire, shares) == (state.choice, state.wire, state.row_shares):

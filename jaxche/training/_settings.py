@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet
+from jaxche.cadence import ApplyPolicy, Choice, ElChe, VirtualFleet
 from jaxche.distributed import Group
 from jaxche.replicas import LocalState, MergeRules, Placement, Scaling, are_accumulators
 from jaxche.sharding import ShardingStrategy
@@ -56,6 +56,15 @@ class Settings:
         """Whether steps may join rows of several batches."""
         world_size = len(self.placements)
         return world_size > 1 and (self.rows == "speed" or self.joined != world_size)
+
+    @property
+    def first_choice(self) -> Choice | None:
+        """What ``policy="auto"`` begins with; None under other policies."""
+        if not self.chooses:
+            return None
+        if self.wire in ("float32", "auto") and not self.overlap:
+            return Choice()
+        return Choice(ApplyPolicy.CADENCE, reason="not measured yet: local steps, which have the given wire or overlap")
 
     def coded_moments(self, local: LocalState) -> Any:
         """The arrays of the optimizer's state that a merge averages."""
