@@ -29,7 +29,7 @@ _AT_ONCE = 0.75
 _BETTER = 1.08
 # τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
-# Rounds of local steps before the choice is made again.
+# Rounds of local steps of all replicas before the choice is made again.
 _TRIED = 4
 # Rounds of exact sync after which they are tried again, at first and at most; the number doubles. Replicas move fastest
 # in the first rounds of a run.
@@ -207,8 +207,8 @@ def more_steps(speed: np.ndarray, shared: int) -> float:
 
 
 def alone_batches(sync_ms: float, fast_ms: float) -> int:
-    """Batches between the merges of a replica that trains alone; the merges take at most 2 % of the time."""
-    return max(50, math.ceil(50 * sync_ms / fast_ms))
+    """Batches between the merges of a replica that trains alone; the merges take at most 1 % of the time."""
+    return max(100, math.ceil(100 * sync_ms / fast_ms))
 
 
 def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:
@@ -227,7 +227,9 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
       unit: rows are shared in multiples of it.
     """
     local = now.policy is ApplyPolicy.CADENCE
-    if not shares.is_measured or len(che.sync_samples) < 2 or (local and round - now.since < _TRIED):
+    # A round of some replicas alone is long: one is enough.
+    tried = 1 if not local or now.active else _TRIED
+    if not shares.is_measured or len(che.sync_samples) < 2 or round - now.since < tried:
         return now
     now = now.compared(che.sync_samples, round)
     if not local and round - now.since > _UPDATES and (round - now.since) % _UPDATES:

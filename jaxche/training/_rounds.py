@@ -92,7 +92,7 @@ class Rounds:
 
     def __init__(self, settings: Settings):
         self._settings, self._group = settings, settings.group
-        self._has_peers = self._group.num_processes > 1
+        self._has_peers, self._first_choice = self._group.num_processes > 1, settings.first_choice
         # The noise scale is averaged over rounds, and outputs are kept for one.
         is_short = settings.scaling is not None or settings.outputs is not None
         self._solo_steps = SOLO_ROUND if is_short else None
@@ -352,7 +352,7 @@ class Rounds:
 
     def _with_own_choices(self, state: TrainerState) -> TrainerState:
         """The state without the choices of a trainer with other arguments, and with those that this one makes."""
-        first = self._settings.first_choice
+        first = self._first_choice
         choice = first and (state.choice or first)
         wire = (state.wire or WireChoice()) if self._settings.wire == "auto" and self.world_size > 1 else None
         shares = state.row_shares if self._settings.rows == "speed" else RowShares()

@@ -135,7 +135,7 @@ def test_a_device_alone_where_merges_cost_more_than_the_others_add():
     _, che = measured((20, 50), 500.0)
     counts = active_counts(che, choice, 10_000)
     assert counts[1] == 0
-    assert counts[0] * 20 >= 50 * 500.0 * 0.99  # 2 % of the time in merges
+    assert counts[0] * 20 >= 100 * 500.0 * 0.99  # 1 % of the time in merges
     assert active_counts(che, choice, 7) == (7, 0)
 
 
@@ -202,7 +202,7 @@ def test_exact_sync_is_looked_at_again_every_16_updates():
 def test_merges_of_both_kinds_have_their_own_time():
     """Exact sync sends gradients, local steps parameters and moments, or codes of them."""
     now = Choice(ApplyPolicy.CADENCE, 1, since=10, before_ms=4.0)
-    assert now.merges_ms([40.0, 4.0, 4.0]) == (4.0, 4.0)  # none or only some of these are merges of local steps
+    assert now.merges_ms([40.0, 40.0, 4.0]) == (4.0, 4.0)  # not all of these are merges of local steps
     assert now.compared([12.0, 12.0, 4.0], 13) == now
     known = now.compared([12.0, 12.0, 12.0], 14)
     assert (known.relative_ms, known.before_ms) == (3.0, 0.0)

@@ -186,7 +186,7 @@ def test_an_interrupt_does_not_wait_for_a_stream_that_has_stalled(problem, devic
     def batches(epoch):
         yield from itertools.islice(problem.data.epoch(epoch), 4)
         interrupt()
-        waits.append(returned.wait(20))
+        waits.append(returned.wait(120))
 
     che = jaxche.ElChe(2, 3, max_anchor=3, max_batch_diff=0)
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), che=che, replicas=devices[:2])

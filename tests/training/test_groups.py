@@ -176,11 +176,11 @@ def test_their_number_follows_the_costs(make, data):
 
 
 def test_the_wait_in_a_merge_of_a_group_counts_once_in_real_time(make, data):
-    one = make(fleet=None, pace_ms=[100.0, 150.0, 100.0, 150.0])
+    one = make(fleet=None, pace_ms=[200.0, 300.0, 200.0, 300.0])
     state = one.init(jnp.zeros(3))
     for _ in range(2):
         clock = time.perf_counter()
-        # After one step of 150 ms and two of 100 ms.
+        # After one step of 300 ms and two of 200 ms.
         state, info = one.round(state, data, (3, 2, 3, 2))
         elapsed_ms = (time.perf_counter() - clock) * 1e3
     assert info.group_ms > 40.0
