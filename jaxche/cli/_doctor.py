@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
-from jaxche.cli import _nvidia as nvidia
 from jaxche.cli._command import Command, exit_at_once, join, paint, print_error
 from jaxche.cli._doctor_checks import Finding
 from jaxche.cli._options import directory_path, integer, number
@@ -84,8 +83,8 @@ def _run(args: argparse.Namespace) -> int:
         started = device_checks.start_devices(args.timeout)
     if not started:
         # Without the CUDA line: its libraries may hang like the devices.
-        driver = nvidia.read_driver()
-        drivers = [] if driver == nvidia.Driver() else [nvidia.driver_finding(driver)]
+        driver = device_checks.read_driver()
+        drivers = [] if driver == device_checks.Driver() else [device_checks.driver_finding(driver)]
         _print([checks.versions(), checks.machine(), *drivers, device_checks.not_started(args.timeout)])
         exit_at_once(1)
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher, errors)
@@ -103,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:
     devices = device_checks.device_finding()
-    findings = [checks.versions(), checks.machine(), *nvidia.gpu_findings(os.environ, errors), devices]
+    findings = [checks.versions(), checks.machine(), *device_checks.gpu_findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
     findings += [
