@@ -17,7 +17,7 @@ from jaxche.cli._doctor_checks import Finding
 from jaxche.cli._options import directory_path, integer, number
 
 if TYPE_CHECKING:
-    from jaxche.cluster import AllReduce, Clock, ClusterInfo
+    from jaxche.cluster import Clock, ClusterInfo
 
 _COLUMNS = 100
 _ROWS = 16
@@ -167,16 +167,16 @@ def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clo
         print(f"  and {len(reports) - _ROWS} more")
 
 
-def _print_links(links: Sequence[AllReduce], where: str) -> None:
+def _print_links(links: Mapping[int, float], where: str) -> None:
     from jaxche.messages import aligned
 
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]
-    for size, ms in links:
+    for size, ms in links.items():
         shown = f"{size >> 20} MiB" if size >= 2**20 else f"{size >> 10} KiB"
         rows.append([shown, f"{ms:.2f} ms", f"{size / ms / 1e6:.3f} GB/s"])
     print(aligned(rows, left=len(rows[0]), indent=2))
-    ms = dict(links)[_MILLION]
+    ms = links[_MILLION]
     print(f"  A model of a million parameters merges in {ms:.0f} ms, which is 1.5 % of a round of {ms / 15:.1f} s.")
 
 
