@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -15,8 +16,7 @@ from jax.sharding import NamedSharding
 from jaxche.averaging import is_float
 from jaxche.messages import brief
 from jaxche.scaling import with_extra_args
-from jaxche.sharding._layout import Layout
-from jaxche.sharding._strategy import ShardingStrategy
+from jaxche.sharding._strategy import Layout, ShardingStrategy
 
 # Kinds of NumPy's dtypes: text, objects, and times.
 _NO_NUMBERS = tuple("USOTMm")
@@ -24,21 +24,21 @@ _NO_NUMBERS = tuple("USOTMm")
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 
-def check_arguments(tx: Any, strategy: Any, compute_dtype: Any) -> None:
-    """ValueError for an invalid argument of :func:`sharded_step`."""
-    check_transform("tx", tx)
-    check_strategy(strategy)
-    if compute_dtype is not None and not _is_float_dtype(compute_dtype):
-        raise ValueError(
-            f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
-            "out to compute in the parameters' own"
-        )
-
-
 def check_strategy(strategy: Any) -> None:
     """ValueError for a value that is not a sharding strategy."""
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    """ValueError for a value that is neither a dtype of floats nor None."""
+    with contextlib.suppress(TypeError):  # not a dtype
+        if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return
+    raise ValueError(
+        f"compute_dtype={dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it out to "
+        "compute in the parameters' own"
+    )
 
 
 def check_transform(name: str, tx: Any) -> None:
@@ -349,10 +349,3 @@ def _no_numbers(name: str, leaf: Any) -> str:
         f"{name} is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, "
         "for each batch of the data"
     )
-
-
-def _is_float_dtype(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # not a dtype
-        return False
