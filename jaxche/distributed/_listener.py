@@ -42,30 +42,18 @@ _BUFFER_BYTES = 1 << 20
 class Listener:
     """Accepts connections that begin with its token, in its own thread.
 
-    It closes all others: after a wrong token, after five seconds, or when more than 64 wait. If the system refuses to
-    accept, e.g. because the process has too many open files, the listener tries again.
-
-    Args:
-      host: address of this machine to listen at.
-      on_connection: called with each accepted socket, which blocks, and the text of its greeting, on the listener's
-        thread. The socket is closed if this raises.
-      local: whether to listen on a local socket too, on Linux.
-      port: where to listen; 0 for a free port.
-      token: 32 characters that its clients already have; None for a random one.
-
-    Attributes:
-      address: the argument of :func:`connect`, as a JSON value: host, port, name of the local socket or None, and the
-        token. Any process that can read it can connect.
+    It closes all others: after a wrong token, after five seconds, or when more than 64 wait.
     """
 
     def __init__(
         self,
         host: str,
+        # Gets each accepted socket, which blocks, and the text of its greeting; the socket is closed if it raises.
         on_connection: Callable[[socket.socket, str], None],
         *,
-        local: bool = False,
-        port: int = 0,
-        token: str | None = None,
+        local: bool = False,  # whether to listen on a local socket too, on Linux
+        port: int = 0,  # 0: a free one
+        token: str | None = None,  # 32 characters; None for random ones
     ):
         self._on_connection, self._token = on_connection, token or secrets.token_hex(_TOKEN_BYTES // 2)
         family, both = (socket.AF_INET6 if ":" in host else socket.AF_INET), host == "::"
@@ -77,6 +65,7 @@ class Listener:
             self._servers.append(socket.socket(socket.AF_UNIX))
             self._servers[1].bind(f"\0{name}")
             self._servers[1].listen(_BACKLOG)
+        # The argument of `connect`, as a JSON value. Any process that can read it can connect.
         self.address: list[Any] = [*self._servers[0].getsockname()[:2], name, self._token]
         # In order of their deadlines.
         self._greetings: dict[socket.socket, tuple[float, bytearray]] = {}
@@ -190,13 +179,8 @@ def _missing(received: bytearray) -> int:
 
 
 def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
-    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible.
-
-    ``text`` is that of the greeting, at most 255 bytes.
-
-    Raises:
-      TimeoutError: it did not accept in time.
-      OSError: nothing listens there.
+    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible; TimeoutError if it does not
+    accept in time, OSError if nothing listens there.
     """
     host, port, name, token = address
     greeting = text.encode()
