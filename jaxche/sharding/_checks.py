@@ -115,10 +115,7 @@ def check_context_mesh(mesh: Any, call: str) -> None:
 
 
 def check_params(params: Any, init: str) -> Any:
-    """The parameters, or the shapes of those that a function makes; ValueError unless they are a tree of float arrays.
-
-    ``init`` is the call in the message, to which they were passed.
-    """
+    """The parameters, or the shapes of those that a function makes; ValueError unless all are float arrays."""
     _refuse_model(params, init)
     if is_maker(params):
         params = _made_by(params, init)
