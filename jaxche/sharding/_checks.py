@@ -270,8 +270,8 @@ def batch_size(batch: Any) -> int:
 def check_numbers(batch: Any) -> None:
     """ValueError for a batch with leaves that are not arrays of numbers."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if not _is_numeric(leaf):
-            raise ValueError(_no_numbers(f"{jax.tree_util.keystr(path)} of a batch" if path else "a batch", leaf))
+        if problem := _no_numbers(leaf):
+            raise ValueError(f"{f'{jax.tree_util.keystr(path)} of ' if path else ''}a batch is {problem}")
 
 
 def _refuse_model(params: Any, init: str) -> None:
@@ -311,38 +311,32 @@ def _made_by(make: Any, init: str) -> Any:
         raise
 
 
-def _is_numeric(leaf: Any) -> bool:
-    """Whether JAX takes this leaf of a batch as an array."""
+def _no_numbers(leaf: Any) -> str:
+    """What a leaf of a batch is that JAX does not take as an array, with the line to write; empty for numbers."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
-        return True
-    if not isinstance(leaf, np.ndarray | np.generic) or isinstance(leaf, np.ma.MaskedArray):
-        return False
-    if leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names or not leaf.dtype.isnative:
-        return False
-    try:
-        return bool(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    except TypeError:
-        return False
-
-
-def _no_numbers(name: str, leaf: Any) -> str:
+        return ""
+    is_numpy = isinstance(leaf, np.ndarray | np.generic)
     if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS:
         return (
-            f"{name} is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. np.int32, or "
-            "leave it out of the batch"
+            f"{brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. np.int32, or leave it "
+            "out of the batch"
         )
     if isinstance(leaf, np.ma.MaskedArray):
-        return f"{name} is a masked array; write x.filled(0) for it, and give the mask as an array of its own"
+        return "a masked array; write x.filled(0) for it, and give the mask as an array of its own"
     if isinstance(leaf, np.ndarray) and leaf.dtype.names:
         fields = ", ".join(map(repr, leaf.dtype.names))
-        return f"{name} is an array with the fields {fields}; write {{name: x[name] for name in x.dtype.names}} for it"
-    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
+        return f"an array with the fields {fields}; write {{name: x[name] for name in x.dtype.names}} for it"
+    if is_numpy and not leaf.dtype.isnative:
         line = "x.astype(x.dtype.newbyteorder('='))"
-        return f"{name} is {leaf.dtype.str}, in the byte order of other machines; write {line} for it"
+        return f"{leaf.dtype.str}, in the byte order of other machines; write {line} for it"
+    if is_numpy and not leaf.dtype.names:
+        with contextlib.suppress(TypeError):
+            jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return ""
     if dataclasses.is_dataclass(leaf):
         kind = type(leaf).__name__
-        return f"{name} is a {kind}, a dataclass that JAX does not know; write jax.tree_util.register_dataclass({kind})"
+        return f"a {kind}, a dataclass that JAX does not know; write jax.tree_util.register_dataclass({kind})"
     return (
-        f"{name} is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, "
-        "for each batch of the data"
+        f"a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, for each "
+        "batch of the data"
     )
