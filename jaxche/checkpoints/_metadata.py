@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxche.checkpoints._trees import leaf_shapes
+from jaxche.cluster import versions
 
 _log = logging.getLogger("jaxche")
 
@@ -23,7 +23,7 @@ class CorruptError(Exception):
 
 def described(meta: Mapping[str, Any], trees: Mapping[str, Any], sums: Mapping[str, int] | None) -> dict[str, Any]:
     """Metadata with the format, the shapes of the trees, the sums of their leaves if known, and its own checksum."""
-    full = {**meta, "format": FORMAT, "jaxche": _installed_version(), "leaves": leaf_shapes(trees)}
+    full = {**meta, "format": FORMAT, "jaxche": versions()["jaxche"], "leaves": leaf_shapes(trees)}
     if sums is not None:
         full["checksums"] = sums
     return full | {"checksum": _checksum(full)}
@@ -39,7 +39,7 @@ def checked(meta: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_other_format(meta: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError for a checkpoint of a version of jaxche that wrote them in another way."""
-    where, own, other = f"checkpoints={str(folder)!r}", _installed_version(), meta["jaxche"]
+    where, own, other = f"checkpoints={str(folder)!r}", versions()["jaxche"], meta["jaxche"]
     if meta["format"] != FORMAT or other.split(".")[:2] != own.split(".")[:2]:
         raise ValueError(
             f"{where} was written by jaxche {other} in format {meta['format']}, and this is {own} with format "
@@ -53,9 +53,3 @@ def _checksum(meta: Mapping[str, Any]) -> int:
     """The checksum of metadata as JSON, without the fields that are refused by name if they are wrong."""
     value = {name: value for name, value in meta.items() if name not in ("format", "jaxche")}
     return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
-
-
-def _installed_version() -> str:
-    """The installed version of jaxche."""
-    # Not from the metadata: a checkout on PYTHONPATH has none, or that of another version.
-    return sys.modules[__name__.partition(".")[0]].__version__

@@ -81,10 +81,7 @@ class MetricsLog:
 
 
 def no_space(error: BaseException | None) -> str | None:
-    """The system's message if an error, or one of its causes, says that a disk is full; else None.
-
-    Errors are those of the system and of the libraries that write.
-    """
+    """The system's message if an error, of the system or of a library that writes, is due to a full disk; else None."""
     while error is not None:
         codes = [error.errno] if isinstance(error, OSError) else map(int, _CODE.findall(str(error)))
         if found := _ERRNOS.intersection(codes):

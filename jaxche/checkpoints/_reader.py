@@ -26,22 +26,18 @@ class Checkpoint(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads the checkpoints in a folder.
+    """Reads the checkpoints in a folder that all processes of a group share.
 
     Each process reads by itself, because one that cannot read would make the others wait in a collective. Then they
     compare.
-
-    Args:
-      group: the processes; all of them call :meth:`newest` together.
-      folder: that they share.
-      wanted: the shapes and shardings of the named trees to read, from the metadata of a checkpoint; it raises
-        ValueError to refuse one.
     """
 
     def __init__(self, group: Group, folder: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Any]]):
         import orbax.checkpoint as ocp
 
-        self._ocp, self._group, self._folder, self._wanted = ocp, group, folder, wanted
+        self._ocp, self._group, self._folder = ocp, group, folder
+        # The shapes and shardings of the trees to read, from metadata; raises ValueError to refuse a checkpoint.
+        self._wanted = wanted
 
     def newest(self, after: int) -> Checkpoint | None:
         """The newest checkpoint of a step later than ``after`` that all processes can read, or None."""

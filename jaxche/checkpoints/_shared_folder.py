@@ -15,11 +15,7 @@ _PLACE = "the check of the checkpoints folder"
 
 
 def shared_folder(group: Group, path: str | os.PathLike[str]) -> Path:
-    """The folder, created if it is missing; all members make this call.
-
-    Raises:
-      ValueError: it cannot be written, or other processes have another folder under its name.
-    """
+    """The folder that all members share, created if it is missing; all of them make this call."""
     folder = Path(path).expanduser().resolve()
     with group.errors_everywhere(group.process_index, _PLACE):
         _refuse_unwritable(folder)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
-from jaxche.cli import _nvidia as nvidia
 from jaxche.cli._command import Command, exit_at_once, join, paint, print_error
 from jaxche.cli._doctor_checks import Finding
 from jaxche.cli._options import directory_path, integer, number
 
 if TYPE_CHECKING:
-    from jaxche.cluster import AllReduce, Clock, ClusterInfo
+    from jaxche.cluster import Clock, ClusterInfo
 
 _COLUMNS = 100
 _ROWS = 16
@@ -84,8 +83,8 @@ def _run(args: argparse.Namespace) -> int:
         started = device_checks.start_devices(args.timeout)
     if not started:
         # Without the CUDA line: its libraries may hang like the devices.
-        driver = nvidia.read_driver()
-        drivers = [] if driver == nvidia.Driver() else [nvidia.driver_finding(driver)]
+        driver = device_checks.read_driver()
+        drivers = [] if driver == device_checks.Driver() else [device_checks.driver_finding(driver)]
         _print([checks.versions(), checks.machine(), *drivers, device_checks.not_started(args.timeout)])
         exit_at_once(1)
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher, errors)
@@ -103,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:
     devices = device_checks.device_finding()
-    findings = [checks.versions(), checks.machine(), *nvidia.gpu_findings(os.environ, errors), devices]
+    findings = [checks.versions(), checks.machine(), *device_checks.gpu_findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
     findings += [
@@ -168,16 +167,16 @@ def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clo
         print(f"  and {len(reports) - _ROWS} more")
 
 
-def _print_links(links: Sequence[AllReduce], where: str) -> None:
+def _print_links(links: Mapping[int, float], where: str) -> None:
     from jaxche.messages import aligned
 
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]
-    for size, ms in links:
+    for size, ms in links.items():
         shown = f"{size >> 20} MiB" if size >= 2**20 else f"{size >> 10} KiB"
         rows.append([shown, f"{ms:.2f} ms", f"{size / ms / 1e6:.3f} GB/s"])
     print(aligned(rows, left=len(rows[0]), indent=2))
-    ms = dict(links)[_MILLION]
+    ms = links[_MILLION]
     print(f"  A model of a million parameters merges in {ms:.0f} ms, which is 1.5 % of a round of {ms / 15:.1f} s.")
 
 

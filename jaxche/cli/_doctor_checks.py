@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -147,10 +148,7 @@ def cache() -> Finding:
         return Finding("cache", folder)
     try:
         os.makedirs(folder, exist_ok=True)
-        probe = os.path.join(folder, f".jaxche-doctor-{os.getpid()}")
-        with open(probe, "w", encoding="ascii"):
-            pass
-        os.remove(probe)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return Finding(
             "cache", f"{folder} cannot be written: {error.strerror}", "JAX_COMPILATION_CACHE_DIR=~/.cache/jax"

@@ -1,15 +1,180 @@
-"""The checks of `jaxche doctor` for the devices of JAX: they start, and they are those of the driver."""
+"""The checks of `jaxche doctor` for devices: the NVIDIA driver, the CUDA of JAX that fits it, and JAX's devices."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.metadata
 import logging
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxche.cli._doctor_checks import Finding
-from jaxche.cli._nvidia import install_line
+
+# The oldest driver of each CUDA, newest first; scripts/environment.sh has the same numbers.
+_OLDEST_DRIVER = {13: 580, 12: 525}
+_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_mode")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_NO_DRIVER = "sudo modprobe nvidia, or restart the machine; in a container: docker run --gpus all"
+
+
+class Gpu(NamedTuple):
+    """A GPU as the driver lists it; memory in MiB."""
+
+    name: str
+    memory: float
+    used: float
+    mode: str
+
+
+class Driver(NamedTuple):
+    """The driver of this machine; ``error`` if it does not answer, ``cuda`` the newest CUDA that it runs."""
+
+    version: str = ""
+    cuda: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""
+
+
+class Runtime(NamedTuple):
+    """The CUDA and cuDNN that a plugin of JAX loads, and those it was built for; ``error`` names a missing library."""
+
+    cuda: int = 0
+    cudnn: int = 0
+    built_cuda: int = 0
+    built_cudnn: int = 0
+    error: str = ""
+
+
+def gpu_findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list[Finding]:
+    """The lines ``driver`` and ``cuda``, with the :func:`plugin_errors`; none without GPU, driver and plugin."""
+    from jaxche.cluster import cuda_plugins, wants_gpus
+
+    driver, plugins = read_driver(), cuda_plugins()
+    if not wants_gpus(environ) or (driver == Driver() and not plugins):
+        return []
+    if driver == Driver():
+        return [Finding("driver", "no nvidia-smi and no /proc/driver/nvidia: no GPU of NVIDIA, although JAX has CUDA")]
+    return [driver_finding(driver), cuda_finding(driver, plugins, read_runtime, environ, errors)]
+
+
+def extra_for(driver: str) -> str:
+    """The extra of jaxche whose CUDA a driver of this version runs, or "" if it is too old for any."""
+    major = _major(driver)
+    return next((f"cuda{cuda}" for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), "")
+
+
+def install_line() -> str:
+    """The line that installs JAX with the CUDA that the driver of this machine runs."""
+    extra = extra_for(read_driver().version)
+    return f"pip install 'jaxche[{extra}]'" if extra else "pip install 'jaxche[cuda13]' (or cuda12)"
+
+
+def driver_finding(driver: Driver) -> Finding:
+    """Version of the driver, and the GPUs with their memory."""
+    if driver.error:
+        return Finding("driver", f"nvidia-smi fails: {driver.error}", _NO_DRIVER)
+    text = f"NVIDIA {driver.version}" + (f", for CUDA up to {driver.cuda}" if driver.cuda else "")
+    for gpu in driver.gpus:
+        text += f"; {gpu.name}, {gpu.memory / 1024:.1f} GiB, {gpu.used / 1024:.1f} GiB of it in use"
+        if gpu.mode not in ("Default", "[N/A]", ""):
+            text += f", compute mode {gpu.mode}"
+    if not extra_for(driver.version):
+        oldest = min(_OLDEST_DRIVER.values())
+        return Finding("driver", f"{text}; JAX needs {oldest} or newer", f"install driver {oldest} or newer")
+    return Finding("driver", text)
+
+
+def cuda_finding(
+    driver: Driver,
+    plugins: list[int],
+    read: Callable[[int], Runtime],
+    environ: Mapping[str, str],
+    errors: Sequence[str] = (),
+) -> Finding:
+    """CUDA and cuDNN of JAX, compared with the driver and with those that JAX was built for."""
+    fitting = extra_for(driver.version)
+    if not plugins:
+        text = "JAX is installed without CUDA"
+        if not fitting:
+            return Finding("cuda", text, "pip install 'jaxche[cuda13]' (or cuda12)")
+        return Finding("cuda", f"{text}; the extra for this driver is {fitting}", f"pip install 'jaxche[{fitting}]'")
+    if len(plugins) > 1:
+        wrong = plugins[1] if fitting in ("", f"cuda{plugins[0]}") else plugins[0]
+        text = f"the plugins for CUDA {' and '.join(map(str, plugins))} are both installed"
+        return Finding("cuda", text, f"pip uninstall -y jax-cuda{wrong}-plugin jax-cuda{wrong}-pjrt")
+    major = plugins[0]
+    runtime = read(major)
+    name = f"jax-cuda{major}-plugin"
+    if driver.version and _major(driver.version) < _OLDEST_DRIVER[major]:
+        text = f"{name} needs driver {_OLDEST_DRIVER[major]} or newer, and this is {driver.version}"
+        fix = f"pip uninstall -y {name} jax-cuda{major}-pjrt; pip install 'jaxche[{fitting}]'" if fitting else ""
+        return Finding("cuda", text, fix or f"install driver {_OLDEST_DRIVER[major]} or newer")
+    own = "LD_LIBRARY_PATH" in environ
+    elsewhere = "unset LD_LIBRARY_PATH, which comes before the libraries of pip"
+    again = f"pip install --force-reinstall 'jax[cuda{major}]=={importlib.metadata.version('jax')}'"
+    if runtime.error:
+        return Finding("cuda", f"{name} cannot load {runtime.error}", elsewhere if own else again)
+    text = f"CUDA {show_cuda(runtime.cuda)}, cuDNN {show_cudnn(runtime.cudnn)} ({name} was built for "
+    text += f"{show_cuda(runtime.built_cuda)} and {show_cudnn(runtime.built_cudnn)}); extra cuda{major}"
+    if runtime.cudnn // 100 < runtime.built_cudnn // 100:
+        return Finding("cuda", text, elsewhere if own else f"pip install -U nvidia-cudnn-cu{major}")
+    if runtime.cuda // 1000 < runtime.built_cuda // 1000:
+        return Finding("cuda", text, elsewhere if own else f"pip install -U 'jax[cuda{major}]'")
+    if errors:
+        # The library of the driver, which no package of pip has.
+        driverless = "cuInit" in errors[0] or "libcuda" in errors[0]
+        fix = _NO_DRIVER if driverless else elsewhere if own else again
+        return Finding("cuda", f"{name} does not start: {errors[0]}; {text}", fix)
+    return Finding("cuda", text)
+
+
+def read_driver() -> Driver:
+    """The driver as ``nvidia-smi`` describes it, else as ``/proc/driver/nvidia`` does."""
+    from jaxche.cluster import nvidia_smi
+
+    code, output = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    if code is None:  # a container may lack nvidia-smi
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _read(_DRIVER_FILE))
+        return Driver(found[1]) if found else Driver()
+    if code:
+        return Driver(error=(output.strip().splitlines() or [f"exit code {code}"])[0])
+    gpus, version = [], ""
+    for line in output.strip().splitlines():
+        name, version, memory, used, mode = (word.strip() for word in line.rsplit(",", len(_FIELDS) - 1))
+        gpus.append(Gpu(name, _number(memory), _number(used), mode))
+    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", nvidia_smi()[1])
+    return Driver(version, cuda[1] if cuda else "", tuple(gpus))
+
+
+def read_runtime(major: int) -> Runtime:
+    """The versions that the plugin of JAX finds, after JAX has loaded the libraries."""
+    try:
+        versions: Any = importlib.import_module(f"jax_cuda{major}_plugin._versions")
+    except ImportError as error:
+        return Runtime(error=f"its own library ({error})")
+    found = {}
+    for name, function, label in (("cuda", "cuda_runtime", "the CUDA runtime"), ("cudnn", "cudnn", "cuDNN")):
+        try:
+            found[name] = int(getattr(versions, f"{function}_get_version")())
+            found[f"built_{name}"] = int(getattr(versions, f"{function}_build_version")())
+        except Exception as error:  # a version function of jaxlib raises whatever the missing library makes it raise
+            return Runtime(**found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
+    return Runtime(**found)
+
+
+def show_cuda(version: int) -> str:
+    """12090 as "12.9"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def show_cudnn(version: int) -> str:
+    """91002 as "9.10.2"."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 @contextlib.contextmanager
@@ -33,17 +198,16 @@ def plugin_errors() -> Iterator[list[str]]:
 
 def start_devices(timeout_s: float) -> bool:
     """Whether JAX's devices start, or fail to start, before the timeout; a driver may hang."""
-    thread = threading.Thread(target=_start, name="jaxche-devices", daemon=True)
+    from jaxche.sharding import local_devices
+
+    def start() -> None:
+        with contextlib.suppress(RuntimeError):  # device_finding() reports it
+            local_devices()
+
+    thread = threading.Thread(target=start, name="jaxche-devices", daemon=True)
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
-
-
-def _start() -> None:
-    from jaxche.sharding import local_devices
-
-    with contextlib.suppress(RuntimeError):  # device_finding() reports it
-        local_devices()
 
 
 def not_started(timeout_s: float) -> Finding:
@@ -77,3 +241,22 @@ def device_finding() -> Finding:
         fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
         return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
     return Finding("devices", text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf8")
+    except OSError:
+        return ""
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]" on devices that share the memory of the machine
+        return 0.0

@@ -101,10 +101,13 @@ def page(folder: Path) -> str:
 
 def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
     """The history of each policy by its name; the name of the directory for a run of one policy."""
+    from jaxche.reports import History
+
     found = [folder / "history.jsonl"] if (folder / "history.jsonl").exists() else list(folder.glob("*/history.jsonl"))
     found.sort(key=lambda path: (policies.index(path.parent.name) if path.parent.name in policies else -1, path))
-    histories = {path.parent.name: _read(path) for path in found}
-    histories = {name: history for name, history in histories.items() if history}
+    # The last line may be half written.
+    read = {path.parent.name: History.from_json(path, skip_damaged=True) for path in found}
+    histories = {name: history for name, history in read.items() if history}
     if not histories:
         raise ValueError(
             f"no run in {folder}: it has no history.jsonl with a round; write e.g. jaxche report runs/mine"
@@ -112,12 +115,6 @@ def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
     if len(histories) == len(policies) == 1:
         return dict(zip(policies, histories.values(), strict=True))
     return histories
-
-
-def _read(path: Path) -> History:
-    from jaxche.reports import History
-
-    return History.from_json(path, skip_damaged=True)  # the last line may be half written
 
 
 def _described(result: dict[str, Any], histories: dict[str, History]) -> str:

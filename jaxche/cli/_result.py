@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # With more ranks than this, show the range of their values.
 MAX_RANKS = 4
+# The rows with ratios to the first policy, and the attributes of their numbers.
+_COMPARED = {"training time": "seconds", "examples a second": "examples_per_second", "efficiency": "efficiency"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,7 @@ class Result:
 
 
 def result_from_history(policy: str, history: History, rates: Sequence[float]) -> Result:
-    """The result of a run over all its starts.
-
-    Only rounds with the final number of ranks count, because ``rates`` are of these ranks.
-    """
+    """The result of a run over all its starts, of the rounds with the final number of ranks, as ``rates`` are."""
     counted = history.last_ranks
     return Result(
         policy=policy,
@@ -98,7 +97,7 @@ def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
     """Table rows with a column for each policy and its ratio to the first; a header if there are several."""
     from jaxche.messages import per_rank
 
-    first, many = results[0], len(results) > 1
+    first = results[0]
     rows = [
         [metric_title(metric), *(metric_text(metric, r.test[metric]) for r in results)],
         ["training time", *(f"{r.seconds:.1f} s" for r in results)],
@@ -117,12 +116,11 @@ def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
         ["rounds", *(str(r.rounds) for r in results)],
         ["merges", *(str(r.merges) for r in results)],
     ]
-    if many:
-        ratios = [_ratios(first, r) for r in results[1:]]
-        head = ["", *(r.policy for r in results), *(f"{r.policy} / {first.policy}" for r in results[1:])]
+    if len(results) > 1:
         for row in rows:
-            row += [ratio.get(row[0], "") for ratio in ratios]
-        rows.insert(0, head)
+            name = _COMPARED.get(row[0])
+            row += [f"x {getattr(r, name) / getattr(first, name):.2f}" if name else "" for r in results[1:]]
+        rows.insert(0, ["", *(r.policy for r in results), *(f"{r.policy} / {first.policy}" for r in results[1:])])
     return rows
 
 
@@ -136,12 +134,3 @@ def table(results: Sequence[Result], metric: str) -> str:
 def percent(share: float) -> str:
     """A share of 1 as text."""
     return f"{100 * share:.1f} %"
-
-
-def _ratios(first: Result, other: Result) -> dict[str, str]:
-    pairs = {
-        "training time": (other.seconds, first.seconds),
-        "examples a second": (other.examples_per_second, first.examples_per_second),
-        "efficiency": (other.efficiency, first.efficiency),
-    }
-    return {name: f"x {a / b:.2f}" for name, (a, b) in pairs.items()}

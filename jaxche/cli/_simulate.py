@@ -11,7 +11,7 @@ from jaxche.cli._command import Command, writing
 from jaxche.cli._options import add_out, integer, number, numbers
 
 if TYPE_CHECKING:
-    from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
+    from jaxche.cadence import FleetRun, Slowdown, VirtualFleet
 # The batches of a round are planned one by one, and the fastest device takes about so many times those of the slowest.
 _MOST_SPREAD = 1e4
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
@@ -139,9 +139,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from jaxche.cadence import ElChe
+
     fleet = _fleet(args)
-    tuners = ("seed", "steady") if args.tuner == "both" else (args.tuner,)
-    runs = {tuner: fleet.run(_cadence(args, fleet, tuner), rounds=args.rounds) for tuner in tuners}
+    runs = {}
+    for tuner in ("seed", "steady") if args.tuner == "both" else (args.tuner,):
+        size = len(fleet.ms_per_batch)
+        che = ElChe(world_size=size, anchor=args.anchor, overhead_target=args.overhead_target, tuner=tuner)
+        runs[tuner] = fleet.run(che, rounds=args.rounds)
     print(_describe(fleet))
     for tuner, done in runs.items():
         print(f"\ntuner {tuner}\n{done.table()}")
@@ -183,13 +188,6 @@ def _fleet(args: argparse.Namespace) -> VirtualFleet:
     return VirtualFleet(
         ms.tolist(), args.jitter, args.sync_ms, slowdown=args.slowdown, first_report_ms=first, seed=args.seed
     )
-
-
-def _cadence(args: argparse.Namespace, fleet: VirtualFleet, tuner: str) -> ElChe:
-    from jaxche.cadence import ElChe
-
-    size = len(fleet.ms_per_batch)
-    return ElChe(world_size=size, anchor=args.anchor, overhead_target=args.overhead_target, tuner=tuner)
 
 
 def _describe(fleet: VirtualFleet) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxche.cli._command import Command
-from jaxche.cli._nvidia import install_line
+from jaxche.cli._doctor_devices import install_line
 from jaxche.cli._options import add_out, directory_path, flag, integer, non_default_options, number, numbers
 from jaxche.cli._run_folder import refuse_directory
 from jaxche.cli._settings import (

@@ -13,7 +13,6 @@ from ._gpus import wants_gpus as wants_gpus
 from ._handshake import versions as versions
 from ._initialize import ClusterInfo, initialize
 from ._launch import launch
-from ._links import AllReduce as AllReduce
 from ._links import Clock as Clock
 from ._links import clocks as clocks
 from ._links import measure_all_reduce as measure_all_reduce

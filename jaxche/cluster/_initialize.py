@@ -264,11 +264,9 @@ def _environ() -> dict[str, str]:
 
 
 def _refuse_change(joined: ClusterInfo, num_processes: int | None, process_id: int | None) -> None:
-    for name, asked, current in (
-        ("num_processes", num_processes, joined.num_processes),
-        ("process_id", process_id, joined.process_id),
-    ):
-        if asked is not None and asked != current:
+    for name, asked in (("num_processes", num_processes), ("process_id", process_id)):
+        current = getattr(joined, name)
+        if asked not in (None, current):
             raise RuntimeError(
                 f"{name}={asked!r}, but this process joined its run with {name}={current} already. "
                 "Call jaxche.initialize(...) once."

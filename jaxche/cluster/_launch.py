@@ -153,11 +153,7 @@ def launch(
 def next_placements(
     placements: Sequence[Placement], failed: int | None, blamed: int | None, survivors: bool
 ) -> tuple[list[Placement], int | None]:
-    """The ranks of the next start, and the one to blame if it fails first again.
-
-    ``failed`` is the rank that failed first, or None after a hang. With ``survivors`` it is removed if it is
-    ``blamed``, the one that failed first before.
-    """
+    """The ranks of the next start, without one that failed first twice if ``survivors``, and the one to blame."""
     if survivors and failed is not None and failed == blamed and len(placements) > 1:
         return [placement for rank, placement in enumerate(placements) if rank != failed], None
     return list(placements), failed

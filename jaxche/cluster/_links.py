@@ -17,13 +17,6 @@ from jaxche.cluster._all_gather import all_gather
 _BARRIERS, _REPEATS = 8, 7
 
 
-class AllReduce(NamedTuple):
-    """The median time in ms of an all-reduce of ``size`` bytes a device."""
-
-    size: int
-    ms: float
-
-
 class Clock(NamedTuple):
     """The offset of a process's clock to that of process 0, and its error bound, in ms."""
 
@@ -31,8 +24,8 @@ class Clock(NamedTuple):
     error_ms: float
 
 
-def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> list[AllReduce]:
-    """Time all-reduces over devices of all processes; every process must call it."""
+def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> dict[int, float]:
+    """The median time in ms of all-reduces of these bytes a device; every process must call it."""
     mesh = jax.make_mesh((len(devices),), ("replica",), axis_types=(AxisType.Auto,), devices=tuple(devices))
     split = NamedSharding(mesh, PartitionSpec("replica"))
     add = jax.jit(
@@ -44,7 +37,7 @@ def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> list[All
         )
     )
     here = [device for device in devices if device.process_index == jax.process_index()]
-    return [AllReduce(size, _median_ms(add, size, split, here)) for size in sizes]
+    return {size: _median_ms(add, size, split, here) for size in sizes}
 
 
 def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any]) -> float:

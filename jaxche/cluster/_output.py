@@ -65,11 +65,7 @@ class OutputReader(threading.Thread):
 
 
 class EventLog:
-    """Appends events to a file, or writes none; drops events if the disk is full.
-
-    Raises:
-      ValueError: the file cannot be written.
-    """
+    """Appends events to a file, or writes none; drops events if the disk is full."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path, self._errors = path, FileErrors()

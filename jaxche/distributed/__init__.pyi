@@ -1,75 +1,41 @@
 """The names of the package, each of which is imported when it is first used."""
 
-from ._coordinator import (
-    JAX_HEARTBEAT_TIMEOUT_S,
-    Coordinator,
-    coordinator_bind,
-    heartbeat_timeout_s,
-    liveness_here,
-    serve_coordinator,
-    start_coordinator,
-)
-from ._cpu_client import register_cpu_client, start_cpu_client
-from ._elastic_group import ElasticGroup, TakenForDeadError, process_group
-from ._environment import (
-    COORDINATOR,
-    ELASTIC,
-    EVENTS,
-    HANG_TIMEOUT,
-    HEARTBEAT,
-    HEARTBEAT_TIMEOUT,
-    LIVENESS,
-    NUM_PROCESSES,
-    PACE_MS,
-    PROCESS_ID,
-    RESTART,
-    scheduled,
-)
-from ._group import Group, PeerLostError, RankError
-from ._listener import Listener, connect, is_loopback, own_address
-from ._liveness import is_alive
-from ._liveness_server import LEAST_TIMEOUT_S
-from ._transfer import aligned, padded
-from ._watchdog import PREEMPTED_CODE, FileErrors, hang_timeout, on_sigterm
-
-__all__ = [
-    "COORDINATOR",
-    "ELASTIC",
-    "EVENTS",
-    "HANG_TIMEOUT",
-    "HEARTBEAT",
-    "HEARTBEAT_TIMEOUT",
-    "JAX_HEARTBEAT_TIMEOUT_S",
-    "LEAST_TIMEOUT_S",
-    "LIVENESS",
-    "NUM_PROCESSES",
-    "PACE_MS",
-    "PREEMPTED_CODE",
-    "PROCESS_ID",
-    "RESTART",
-    "Coordinator",
-    "ElasticGroup",
-    "FileErrors",
-    "Group",
-    "Listener",
-    "PeerLostError",
-    "RankError",
-    "TakenForDeadError",
-    "aligned",
-    "connect",
-    "coordinator_bind",
-    "hang_timeout",
-    "heartbeat_timeout_s",
-    "is_alive",
-    "is_loopback",
-    "liveness_here",
-    "on_sigterm",
-    "own_address",
-    "padded",
-    "process_group",
-    "register_cpu_client",
-    "scheduled",
-    "serve_coordinator",
-    "start_coordinator",
-    "start_cpu_client",
-]
+from ._coordinator import JAX_HEARTBEAT_TIMEOUT_S as JAX_HEARTBEAT_TIMEOUT_S
+from ._coordinator import Coordinator as Coordinator
+from ._coordinator import coordinator_bind as coordinator_bind
+from ._coordinator import heartbeat_timeout_s as heartbeat_timeout_s
+from ._coordinator import liveness_here as liveness_here
+from ._coordinator import serve_coordinator as serve_coordinator
+from ._coordinator import start_coordinator as start_coordinator
+from ._cpu_client import register_cpu_client as register_cpu_client
+from ._cpu_client import start_cpu_client as start_cpu_client
+from ._elastic_group import ElasticGroup as ElasticGroup
+from ._elastic_group import TakenForDeadError as TakenForDeadError
+from ._elastic_group import process_group as process_group
+from ._environment import COORDINATOR as COORDINATOR
+from ._environment import ELASTIC as ELASTIC
+from ._environment import EVENTS as EVENTS
+from ._environment import HANG_TIMEOUT as HANG_TIMEOUT
+from ._environment import HEARTBEAT as HEARTBEAT
+from ._environment import HEARTBEAT_TIMEOUT as HEARTBEAT_TIMEOUT
+from ._environment import LIVENESS as LIVENESS
+from ._environment import NUM_PROCESSES as NUM_PROCESSES
+from ._environment import PACE_MS as PACE_MS
+from ._environment import PROCESS_ID as PROCESS_ID
+from ._environment import RESTART as RESTART
+from ._environment import scheduled as scheduled
+from ._group import Group as Group
+from ._group import PeerLostError as PeerLostError
+from ._group import RankError as RankError
+from ._listener import Listener as Listener
+from ._listener import connect as connect
+from ._listener import is_loopback as is_loopback
+from ._listener import own_address as own_address
+from ._liveness import is_alive as is_alive
+from ._liveness_server import LEAST_TIMEOUT_S as LEAST_TIMEOUT_S
+from ._transfer import aligned as aligned
+from ._transfer import padded as padded
+from ._watchdog import PREEMPTED_CODE as PREEMPTED_CODE
+from ._watchdog import FileErrors as FileErrors
+from ._watchdog import hang_timeout as hang_timeout
+from ._watchdog import on_sigterm as on_sigterm

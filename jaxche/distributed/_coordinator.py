@@ -44,24 +44,12 @@ class Coordinator(NamedTuple):
 def start_coordinator(
     address: str,
     num_processes: int,
-    bind: str | None = None,
-    start_s: float = math.inf,
-    is_launcher: bool = False,
+    bind: str | None = None,  # where it listens; default: at `address`
+    start_s: float = math.inf,  # until it ends if no process has connected
+    is_launcher: bool = False,  # whether it stays as long as this process
     env: Mapping[str, str] = os.environ,
 ) -> Coordinator:
-    """Start the coordinator of a run in a session of its own, and wait until it serves.
-
-    Args:
-      address: ``host:port`` where the processes reach it.
-      num_processes: of the run.
-      bind: ``host:port`` where it listens; default: at ``address``.
-      start_s: seconds after which it ends if no process has connected.
-      is_launcher: whether it stays as long as this process, which started it.
-      env: its environment variables.
-
-    Raises:
-      RuntimeError: it cannot listen there; the message has the end of its standard error.
-    """
+    """Start the coordinator that is reached at ``address``, in a session of its own, and wait until it serves."""
     heartbeat_timeout_s(env)
     arguments = [address, bind or address, str(num_processes), str(start_s)]
     process = subprocess.Popen(
@@ -143,11 +131,7 @@ def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
 def serve_coordinator(
     address: str, bind: str, num_processes: int, start_s: float = math.inf, liveness: str = ""
 ) -> NoReturn:
-    """Serve until the run has ended; the arguments are those of :func:`start_coordinator`.
-
-    ``liveness`` is the address of the :class:`LivenessServer` in JSON, if the processes already have it; otherwise the
-    server gets a free port, and its address is printed.
-    """
+    """Serve until the run has ended; the address of the :class:`LivenessServer` is ``liveness``, or is printed."""
     from jaxlib import _jax  # type: ignore[attr-defined]
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the processes of the run may still write files

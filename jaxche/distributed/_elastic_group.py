@@ -135,12 +135,8 @@ class ElasticGroup(Group):
         return np.array([self._devices[device.id] for device in devices.flat], dtype=object).reshape(devices.shape)
 
     def shrink(self) -> list[int]:
-        """Continue without the members that died, after a collective has failed; returns them.
-
-        If none has died, all continue over new connections.
-
-        Raises:
-          TakenForDeadError: the others continue without this process.
+        """Continue without the members that died, after a collective has failed, and return them; if none has died, all
+        continue over new connections, and if the others continue without this process, it raises TakenForDeadError.
         """
         while True:
             # So that no member waits for this one in the next round.
@@ -207,15 +203,8 @@ class ElasticGroup(Group):
         self._answer(process, incarnation, {"refused": reason})
 
     def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]) -> None:
-        """Continue with more members; all present members call it together.
-
-        Args:
-          candidates: their incarnations.
-          message: JSON for them, read on the first member.
-          state: arrays for them, likewise.
-
-        Raises:
-          PeerLostError: one of the candidates or the members died meanwhile.
+        """Continue with more members, given by their incarnations; all present ones call it, and the first sends them
+        JSON and arrays. If one of them has died, it raises PeerLostError.
         """
         is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
@@ -245,11 +234,8 @@ class ElasticGroup(Group):
             send_state(sock, message, state, waiting)
 
     def request_admission(self, fingerprint: Mapping[str, str]) -> Admission | None:
-        """Wait, in standby, until the members admit this process; :meth:`join` must follow. None: the fit has ended.
-
-        Raises:
-          RuntimeError: they refuse it, or all of them have died.
-          PeerLostError: the member that sends the state died.
+        """Wait, in standby, until the members admit this process, and :meth:`join` must follow; None if the fit has
+        ended, and RuntimeError if they refuse it or have all died.
         """
         process, incarnation = self.process_index, self.incarnation
         accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()

@@ -86,26 +86,16 @@ class Group:
 
     The collectives carry small JSON values through the coordination service and not over the devices, because processes
     may have different numbers and kinds of them. All members make the same calls in the same order.
-
-    Args:
-      state: of ``jax.distributed``; default: that of this process.
-
-    Attributes:
-      elastic: whether members can be lost and admitted.
-      standby: whether this process waits to be admitted.
-      quorum_id: name of the present membership; it changes with the members and their connections.
-      watchdog: heartbeats and events for the launcher.
-      launcher: what started the processes.
     """
 
-    elastic = False
-    standby = False
+    elastic = False  # whether members can be lost and admitted
+    standby = False  # whether this process waits to be admitted
 
     def __init__(self, state: Any = None):
         self._state = state or _jax_distributed.global_state
-        self.quorum_id = "0"
+        self.quorum_id = "0"  # name of the present membership; it changes with the members and their connections
         self.watchdog = Watchdog()
-        self.launcher = "jax"
+        self.launcher = "jax"  # what started the processes
         self._calls = itertools.count()
         self._broadcasts: dict[str, Iterator[int]] = {}
         # How many programs of several processes this one has begun, and whether it is in one.
@@ -196,10 +186,8 @@ class Group:
         return last
 
     def receive(self, key: str, process: int) -> str:
-        """The value of a key that another process sets.
-
-        Raises:
-          RankError: that process has ended its script, or waits for this one in a merge.
+        """The value of a key that another process sets; RankError if it has ended its script, or waits for this one in
+        a merge.
         """
         absent, start, is_logged = "", time.monotonic(), False
         while True:
@@ -296,10 +284,8 @@ class Group:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """A context for a program that runs on devices of several processes.
-
-        Raises:
-          PeerLostError: instead of the various errors of XLA and Gloo after the death of a process.
+        """A context for a program on devices of several processes, whose errors after the death of one are
+        PeerLostError.
         """
         if self.num_processes > 1 and not self.elastic and not self._publishes:
             self._publishes = True
@@ -328,12 +314,8 @@ class Group:
         self.raise_everywhere(error, rank, place)
 
     def raise_everywhere(self, error: Exception | None, rank: int, place: str) -> None:
-        """Raise on all members if any has an error: its own where it happened, a :class:`RankError` elsewhere.
-
-        Args:
-          error: of this process, if any.
-          rank: the replica of the error.
-          place: for the message, e.g. ``"round 3"``.
+        """Raise on all members if any has an error: its own on replica ``rank``, where it happened, a
+        :class:`RankError` elsewhere.
         """
         own = None
         if error is not None:

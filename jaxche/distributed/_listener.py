@@ -7,12 +7,12 @@ transfers a megabyte in a third of the time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
 import logging
 import secrets
-import selectors
 import socket
 import sys
 import threading
@@ -25,8 +25,6 @@ _log = logging.getLogger("jaxche")
 # Seconds for a greeting, and the number of connections that may wait for theirs. One more replaces the oldest: peers
 # send their greeting at once, and connect again if they were replaced.
 _GREETING_S, _MAX_GREETINGS = 5.0, 64
-# Connections accepted in a row, before greetings are read.
-_BATCH = 16
 # Connections that the system queues; it may allow fewer.
 _BACKLOG = 1024
 # Pause after `accept` has failed, e.g. because the process has too many open files, and between attempts to connect.
@@ -42,30 +40,18 @@ _BUFFER_BYTES = 1 << 20
 class Listener:
     """Accepts connections that begin with its token, in its own thread.
 
-    It closes all others: after a wrong token, after five seconds, or when more than 64 wait. If the system refuses to
-    accept, e.g. because the process has too many open files, the listener tries again.
-
-    Args:
-      host: address of this machine to listen at.
-      on_connection: called with each accepted socket, which blocks, and the text of its greeting, on the listener's
-        thread. The socket is closed if this raises.
-      local: whether to listen on a local socket too, on Linux.
-      port: where to listen; 0 for a free port.
-      token: 32 characters that its clients already have; None for a random one.
-
-    Attributes:
-      address: the argument of :func:`connect`, as a JSON value: host, port, name of the local socket or None, and the
-        token. Any process that can read it can connect.
+    It closes all others: after a wrong token, after five seconds, or when more than 64 wait.
     """
 
     def __init__(
         self,
         host: str,
+        # Gets each accepted socket, which blocks, and the text of its greeting; the socket is closed if it raises.
         on_connection: Callable[[socket.socket, str], None],
         *,
-        local: bool = False,
-        port: int = 0,
-        token: str | None = None,
+        local: bool = False,  # whether to listen on a local socket too, on Linux
+        port: int = 0,  # 0: a free one
+        token: str | None = None,  # 32 characters; None for random ones
     ):
         self._on_connection, self._token = on_connection, token or secrets.token_hex(_TOKEN_BYTES // 2)
         family, both = (socket.AF_INET6 if ":" in host else socket.AF_INET), host == "::"
@@ -77,110 +63,72 @@ class Listener:
             self._servers.append(socket.socket(socket.AF_UNIX))
             self._servers[1].bind(f"\0{name}")
             self._servers[1].listen(_BACKLOG)
+        # The argument of `connect`, as a JSON value. Any process that can read it can connect.
         self.address: list[Any] = [*self._servers[0].getsockname()[:2], name, self._token]
-        # In order of their deadlines.
-        self._greetings: dict[socket.socket, tuple[float, bytearray]] = {}
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        # The sockets of those that wait for their greeting, the oldest first.
+        self._greetings: dict[Any, socket.socket] = {}
+        self._loop, self._closing = asyncio.SelectorEventLoop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="jaxche-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening; accepted connections stay."""
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
+        with contextlib.suppress(RuntimeError):  # it was closed before
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
-        self._wake.close()
 
     def _run(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for sock in (self._selector, self._woken, *self._servers):
-                stack.enter_context(sock)
-            stack.callback(lambda: [sock.close() for sock in self._greetings])
-            for server in self._servers:
-                server.setblocking(False)
-                self._selector.register(server, selectors.EVENT_READ)
-            resume_at = None
-            while True:
-                ready = [key.fileobj for key, _ in self._selector.select(self._time_left(resume_at))]
-                if self._woken in ready:
-                    return
-                for sock in ready:
-                    if sock in self._greetings:
-                        self._read(sock)
-                now = time.monotonic()
-                for sock in [sock for sock, (deadline, _) in self._greetings.items() if deadline <= now]:
-                    self._drop(sock)
-                if resume_at is None:
-                    if not all(self._accept(server) for server in self._servers if server in ready):
-                        resume_at = now + _PAUSE_S
-                        for server in self._servers:
-                            self._selector.unregister(server)
-                elif now >= resume_at:
-                    resume_at = None
-                    for server in self._servers:
-                        self._selector.register(server, selectors.EVENT_READ)
-
-    def _time_left(self, resume_at: float | None) -> float | None:
-        times = [deadline for deadline, _ in list(self._greetings.values())[:1]]
-        times += [] if resume_at is None else [resume_at]
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
-    def _accept(self, server: socket.socket) -> bool:
-        """Accept some connections; false if the system refused."""
-        for _ in range(_BATCH):
-            try:
-                sock = server.accept()[0]
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if len(self._greetings) >= _MAX_GREETINGS:
-                self._drop(next(iter(self._greetings)))
-            sock.setblocking(False)
-            try:
-                self._selector.register(sock, selectors.EVENT_READ)
-            except OSError:
-                sock.close()
-                return False
-            self._greetings[sock] = time.monotonic() + _GREETING_S, bytearray()
-            self._read(sock)  # usually the greeting has arrived
-        return True
-
-    def _read(self, sock: Any) -> None:
-        _, received = self._greetings[sock]
-        while (missing := _missing(received)) > 0:
-            try:
-                read = sock.recv(missing)
-            except BlockingIOError:
-                return
-            except OSError:
-                read = b""
-            received += read
-            is_valid = len(received) < _TOKEN_BYTES or hmac.compare_digest(
-                received[:_TOKEN_BYTES], self._token.encode()
-            )
-            if not read or not is_valid:
-                self._drop(sock)
-                return
-        self._pass_on(sock, bytes(received[_TOKEN_BYTES + 1 :]))
-
-    def _pass_on(self, sock: socket.socket, text: bytes) -> None:
-        self._selector.unregister(sock)
-        del self._greetings[sock]
-        try:
-            sock.send(_ACCEPTED)
-            sock.setblocking(True)
-            self._on_connection(sock, text.decode())
-        except Exception as error:
-            _log.debug("a connection with the right token was refused: %s", error)
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+        for sock in (*self._servers, *self._greetings.values()):
             sock.close()
 
-    def _drop(self, sock: socket.socket) -> None:
-        self._selector.unregister(sock)
-        del self._greetings[sock]
-        sock.close()
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._accept(server)) for server in self._servers]
+            await self._closing.wait()
+            for task in tasks:
+                task.cancel()
+
+    async def _accept(self, server: socket.socket) -> None:
+        server.setblocking(False)
+        while True:
+            try:
+                sock = (await self._loop.sock_accept(server))[0]
+            except OSError:  # the system refused, e.g. because the process has too many open files
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if len(self._greetings) >= _MAX_GREETINGS:
+                oldest = next(iter(self._greetings))
+                del self._greetings[oldest]
+                oldest.cancel()
+            self._greetings[self._loop.create_task(self._greet(sock))] = sock
+            await asyncio.sleep(0)  # to read the greeting, which has usually arrived
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Read a greeting and hand its connection over; close one with a wrong token, or that comes too late."""
+        received, is_handed_over = bytearray(), False
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                while (missing := _missing(received)) > 0:
+                    read = await self._loop.sock_recv(sock, missing)
+                    received += read
+                    is_valid = len(received) < _TOKEN_BYTES or hmac.compare_digest(
+                        received[:_TOKEN_BYTES], self._token.encode()
+                    )
+                    if not read or not is_valid:
+                        return
+            sock.send(_ACCEPTED)
+            sock.setblocking(True)
+            self._on_connection(sock, received[_TOKEN_BYTES + 1 :].decode())
+            is_handed_over = True
+        except Exception as error:
+            if not _missing(received):
+                _log.debug("a connection with the right token was refused: %s", error)
+        finally:
+            self._greetings.pop(asyncio.current_task(), None)
+            if not is_handed_over:
+                sock.close()
 
 
 def _missing(received: bytearray) -> int:
@@ -190,13 +138,8 @@ def _missing(received: bytearray) -> int:
 
 
 def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
-    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible.
-
-    ``text`` is that of the greeting, at most 255 bytes.
-
-    Raises:
-      TimeoutError: it did not accept in time.
-      OSError: nothing listens there.
+    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible; TimeoutError if it does not
+    accept in time, OSError if nothing listens there.
     """
     host, port, name, token = address
     greeting = text.encode()

@@ -23,10 +23,8 @@ _POLL_S, _RETRY_S, _CONNECT_S, _JOIN_S = 0.05, 0.2, 10.0, 10.0
 
 
 def is_alive(address: list[Any], process: int) -> bool:
-    """Whether the process of a run with this index is alive, from the :class:`LivenessServer` at this address.
-
-    Raises:
-      OSError: the server cannot be reached, or does not answer.
+    """Whether the process with this index is alive, from the :class:`LivenessServer` at this address; OSError without
+    an answer.
     """
     with connect(address, f"{process} 0", _CONNECT_S) as sock:
         sock.settimeout(_CONNECT_S)
@@ -37,17 +35,6 @@ class Liveness:
     """The connection of this process to the :class:`LivenessServer` of its run, and what it has received from there.
 
     jaxlib ends a stopped process when it continues; with this connection it can join again.
-
-    Args:
-      state: of ``jax.distributed``.
-      address: of the server.
-      watchdog: gets a heartbeat while this process waits.
-
-    Attributes:
-      incarnation: the number of processes that have had this index, with this one.
-
-    Raises:
-      OSError: the server cannot be reached.
     """
 
     def __init__(self, state: Any, address: list[Any], watchdog: Watchdog):
@@ -57,6 +44,7 @@ class Liveness:
 
     def _begin(self) -> None:
         own = self._state.process_id
+        # The number of processes that have had this index, with this one.
         self.incarnation = self._state.client.key_value_increment(f"{_INCARNATIONS}{own}", 1)
         self._closed, self._sock = threading.Event(), self._connect()
         self._thread = threading.Thread(target=self._run, name="jaxche-heartbeats", daemon=True)
@@ -139,17 +127,8 @@ class Liveness:
     def wait_for_key(
         self, key: str, expected: Mapping[int, int], timeout_ms: float = float("inf"), unless: str | None = None
     ) -> str:
-        """The value of a key of the store, once it is set.
-
-        Args:
-          key: to wait for.
-          expected: the incarnations that must be alive to set it.
-          timeout_ms: how long to wait.
-          unless: a key prefix; a key that begins with it says that the awaited one will not be set.
-
-        Raises:
-          PeerLostError: one of them died without setting it, or a key with the prefix is set.
-          TimeoutError: it was not set in time.
+        """The value of a key of the store, once it is set; PeerLostError if one of ``expected`` died without setting
+        it, or a key that begins with ``unless`` says that it will not be set.
         """
         client = self._state.client
         deadline = time.monotonic() + timeout_ms / 1e3

@@ -50,17 +50,6 @@ class LivenessServer:
 
     A process greets with its incarnation and sends a byte per heartbeat. It receives a line, ``process incarnation``,
     for each incarnation that has ended. Who greets with number 0 asks whether the process is alive, and gets a byte.
-
-    Args:
-      host: the address of this machine to listen at.
-      timeout_s: seconds without a heartbeat until a process counts as dead.
-      port: of the :class:`Listener`.
-      token: of the listener.
-
-    Attributes:
-      address: for :func:`jaxche.distributed.connect`.
-      ended: the incarnations that have ended.
-      is_run_lost: whether a process came when all others had died.
     """
 
     def __init__(self, host: str, timeout_s: float = TIMEOUT_S, port: int = 0, token: str | None = None):
@@ -77,7 +66,7 @@ class LivenessServer:
         self._asked: dict[socket.socket, float] = {}
         self._looked = time.monotonic()
         self._listener = Listener(host, self._accept, local=True, port=port, token=token)
-        self.is_run_lost = False
+        self.is_run_lost = False  # whether a process came when all others had died
         self.address = self._listener.address
 
     @property

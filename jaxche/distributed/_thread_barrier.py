@@ -13,23 +13,15 @@ _SLICE_MS = 500
 
 
 class ThreadBarrier:
-    """A barrier as ``threading.Barrier``, which threads of all members may use side by side, each with its own keys.
-
-    Args:
-      client: the key-value store of the run.
-      place: in the store; each barrier has its own.
-      process: the number of this process.
-      members: the numbers of all members.
-      receive: waits for a key that another process sets: the key, the process and ms until TimeoutError.
-    """
+    """A barrier as ``threading.Barrier``, which threads of all members may use side by side, each with its own keys."""
 
     def __init__(
         self,
         client: Any,
-        place: str,
+        place: str,  # in the store, another one for each barrier
         process: int,
         members: Sequence[int],
-        receive: Callable[[str, int, float], Any],
+        receive: Callable[[str, int, float], Any],  # waits for a key of a process, so many ms until TimeoutError
     ):
         self._client, self._place, self._process = client, place, process
         self._members, self._receive = members, receive
@@ -45,12 +37,8 @@ class ThreadBarrier:
         return self._broken
 
     def wait(self, key: str, timeout_ms: float) -> None:
-        """Wait for all members; all of them make the same calls with a key.
-
-        Raises:
-          threading.BrokenBarrierError: a member has called :meth:`abort`.
-          PeerLostError: a member died.
-          TimeoutError: the time is up.
+        """Wait for all members, which make the same calls with a key; BrokenBarrierError if one has called
+        :meth:`abort`.
         """
         deadline = time.monotonic() + timeout_ms / 1e3
         self._uses[key] += 1

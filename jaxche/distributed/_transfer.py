@@ -39,11 +39,7 @@ def aligned(size: int) -> np.ndarray:
 
 
 def send_state(sock: socket.socket, message: Any, arrays: Sequence[np.ndarray], waiting: Callable[[], None]) -> None:
-    """Send JSON and the bytes of arrays; ``waiting`` is called while nothing moves, and may raise.
-
-    Raises:
-      OSError: the peer has closed the connection.
-    """
+    """Send JSON and the bytes of arrays; ``waiting`` is called while nothing moves, and may raise."""
     text = json.dumps(message).encode()
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     lengths = _LENGTHS.pack(len(text), sum(padded(view.nbytes) for view in views))
@@ -57,10 +53,8 @@ def send_state(sock: socket.socket, message: Any, arrays: Sequence[np.ndarray], 
 
 
 def receive_state(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any, np.ndarray]:
-    """The JSON and the bytes that :func:`send_state` sends, those of each array at the next multiple of 64.
-
-    Raises:
-      PeerLostError: the connection failed, or a checksum is wrong.
+    """The JSON and the bytes that :func:`send_state` sends, those of each array at the next multiple of 64;
+    PeerLostError if the connection failed, or a checksum is wrong.
     """
     sock.settimeout(_SLICE_S)
     head = _receive(sock, _LENGTHS.size, 0, waiting)

@@ -68,13 +68,8 @@ class FileErrors:
 
 @contextlib.contextmanager
 def hang_timeout() -> Iterator[None]:
-    """End the process, with the stacks of its threads, after the seconds in ``JAXCHE_HANG_TIMEOUT``.
-
-    It is for schedulers, which see exit codes and no heartbeats. It works also if a program never releases the GIL.
-
-    Raises:
-      ValueError: if the variable is not a positive number.
-    """
+    """End the process, with the stacks of its threads, after the seconds in ``JAXCHE_HANG_TIMEOUT``."""
+    # For schedulers, which see exit codes and no heartbeats; also if a program never releases the GIL.
     text = os.environ.get(HANG_TIMEOUT, "")
     if not text:
         yield

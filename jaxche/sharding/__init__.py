@@ -23,7 +23,6 @@ from jaxche.sharding._explain import show_bytes as show_bytes
 from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._hlo import Collective
 from jaxche.sharding._hlo import collectives as collectives
-from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import RNG_NAMES as RNG_NAMES
 from jaxche.sharding._loss import Loss as Loss
 from jaxche.sharding._loss import as_loss
@@ -37,6 +36,8 @@ from jaxche.sharding._strategy import (
     FullShard,
     HybridShard,
     HybridShardGradOp,
+    Layout,
+    Leaf,
     NoShard,
     ShardGradOp,
     ShardingStrategy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -15,8 +16,7 @@ from jax.sharding import NamedSharding
 from jaxche.averaging import is_float
 from jaxche.messages import brief
 from jaxche.scaling import with_extra_args
-from jaxche.sharding._layout import Layout
-from jaxche.sharding._strategy import ShardingStrategy
+from jaxche.sharding._strategy import Layout, ShardingStrategy
 
 # Kinds of NumPy's dtypes: text, objects, and times.
 _NO_NUMBERS = tuple("USOTMm")
@@ -24,21 +24,21 @@ _NO_NUMBERS = tuple("USOTMm")
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 
-def check_arguments(tx: Any, strategy: Any, compute_dtype: Any) -> None:
-    """ValueError for an invalid argument of :func:`sharded_step`."""
-    check_transform("tx", tx)
-    check_strategy(strategy)
-    if compute_dtype is not None and not _is_float_dtype(compute_dtype):
-        raise ValueError(
-            f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
-            "out to compute in the parameters' own"
-        )
-
-
 def check_strategy(strategy: Any) -> None:
     """ValueError for a value that is not a sharding strategy."""
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    """ValueError for a value that is neither a dtype of floats nor None."""
+    with contextlib.suppress(TypeError):  # not a dtype
+        if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return
+    raise ValueError(
+        f"compute_dtype={dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it out to "
+        "compute in the parameters' own"
+    )
 
 
 def check_transform(name: str, tx: Any) -> None:
@@ -115,10 +115,7 @@ def check_context_mesh(mesh: Any, call: str) -> None:
 
 
 def check_params(params: Any, init: str) -> Any:
-    """The parameters, or the shapes of those that a function makes; ValueError unless they are a tree of float arrays.
-
-    ``init`` is the call in the message, to which they were passed.
-    """
+    """The parameters, or the shapes of those that a function makes; ValueError unless all are float arrays."""
     _refuse_model(params, init)
     if is_maker(params):
         params = _made_by(params, init)
@@ -273,8 +270,8 @@ def batch_size(batch: Any) -> int:
 def check_numbers(batch: Any) -> None:
     """ValueError for a batch with leaves that are not arrays of numbers."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if not _is_numeric(leaf):
-            raise ValueError(_no_numbers(f"{jax.tree_util.keystr(path)} of a batch" if path else "a batch", leaf))
+        if problem := _no_numbers(leaf):
+            raise ValueError(f"{f'{jax.tree_util.keystr(path)} of ' if path else ''}a batch is {problem}")
 
 
 def _refuse_model(params: Any, init: str) -> None:
@@ -314,45 +311,32 @@ def _made_by(make: Any, init: str) -> Any:
         raise
 
 
-def _is_numeric(leaf: Any) -> bool:
-    """Whether JAX takes this leaf of a batch as an array."""
+def _no_numbers(leaf: Any) -> str:
+    """What a leaf of a batch is that JAX does not take as an array, with the line to write; empty for numbers."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
-        return True
-    if not isinstance(leaf, np.ndarray | np.generic) or isinstance(leaf, np.ma.MaskedArray):
-        return False
-    if leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names or not leaf.dtype.isnative:
-        return False
-    try:
-        return bool(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    except TypeError:
-        return False
-
-
-def _no_numbers(name: str, leaf: Any) -> str:
+        return ""
+    is_numpy = isinstance(leaf, np.ndarray | np.generic)
     if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS:
         return (
-            f"{name} is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. np.int32, or "
-            "leave it out of the batch"
+            f"{brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. np.int32, or leave it "
+            "out of the batch"
         )
     if isinstance(leaf, np.ma.MaskedArray):
-        return f"{name} is a masked array; write x.filled(0) for it, and give the mask as an array of its own"
+        return "a masked array; write x.filled(0) for it, and give the mask as an array of its own"
     if isinstance(leaf, np.ndarray) and leaf.dtype.names:
         fields = ", ".join(map(repr, leaf.dtype.names))
-        return f"{name} is an array with the fields {fields}; write {{name: x[name] for name in x.dtype.names}} for it"
-    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
+        return f"an array with the fields {fields}; write {{name: x[name] for name in x.dtype.names}} for it"
+    if is_numpy and not leaf.dtype.isnative:
         line = "x.astype(x.dtype.newbyteorder('='))"
-        return f"{name} is {leaf.dtype.str}, in the byte order of other machines; write {line} for it"
+        return f"{leaf.dtype.str}, in the byte order of other machines; write {line} for it"
+    if is_numpy and not leaf.dtype.names:
+        with contextlib.suppress(TypeError):
+            jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return ""
     if dataclasses.is_dataclass(leaf):
         kind = type(leaf).__name__
-        return f"{name} is a {kind}, a dataclass that JAX does not know; write jax.tree_util.register_dataclass({kind})"
+        return f"a {kind}, a dataclass that JAX does not know; write jax.tree_util.register_dataclass({kind})"
     return (
-        f"{name} is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, "
-        "for each batch of the data"
+        f"a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, for each "
+        "batch of the data"
     )
-
-
-def _is_float_dtype(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # not a dtype
-        return False

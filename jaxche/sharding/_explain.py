@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxche.averaging import sum_dtype
 from jaxche.messages import aligned, html_table
 from jaxche.sharding._hlo import Collective, collectives
-from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
+from jaxche.sharding._strategy import REPLICA, SHARD, Layout, Leaf
 
 _SHOWN_LEAVES = 12
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxche.averaging import in_buckets
-from jaxche.sharding._layout import SHARD, Layout, Leaf
+from jaxche.sharding._strategy import SHARD, Layout, Leaf
 
 # A collective synchronises all devices, however small the array; a bucket of leaves shares one, at the price of two
 # copies. So only small leaves are put into buckets, and a bucket is small against the memory of a device.

@@ -24,7 +24,7 @@ from jaxche.sharding._gather import (
     gather_twice,
     reduce_scatter,
 )
-from jaxche.sharding._layout import Layout
+from jaxche.sharding._strategy import Layout
 
 
 def value_and_grad(

@@ -92,10 +92,7 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
 
 
 def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str], name: str = "loss_fn") -> list[str]:
-    """The ``known`` names among the parameters of a function; refuses others without a default.
-
-    ``first`` are the names of the two that it gets by position, ``name`` is that of the function in errors.
-    """
+    """The ``known`` names among the parameters of a function ``name(first, ...)``; refuses others without a default."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature

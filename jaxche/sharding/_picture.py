@@ -7,18 +7,16 @@ import math
 from collections.abc import Mapping
 
 from jaxche.drawing import COLOURS, WAIT, svg, text_on
-from jaxche.sharding._layout import Slicing
 
 # Sizes in pixels, and at most eight devices in a row and eight rows.
 _CELL, _ROW, _GAP, _LEFT, _MOST = 76, 15, 10, 10, 8
 
 
-def devices_svg(strategy: Slicing, axes: Mapping[str, int], names: list[str]) -> str:
+def devices_svg(strategy: str, cut: Mapping[str, bool], axes: Mapping[str, int], names: list[str]) -> str:
     """The devices of a mesh as SVG, a row for each copy of the parameters, with the slices that each device keeps.
 
-    ``axes`` has the number of devices along each axis of the mesh; parameters are cut along the last one.
+    ``axes`` has the number of devices along each axis of the mesh; what is ``cut`` is cut along the last one.
     """
-    cut = {"params": strategy.shards_params, "grads": strategy.shards_state, "opt": strategy.shards_state}
     caption = f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     across = list(axes.values())[-1]
     down = math.prod(axes.values()) // across

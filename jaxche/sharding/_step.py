@@ -14,21 +14,22 @@ from jax.sharding import Mesh
 from jaxche.cadence import whole_number
 from jaxche.messages import brief, short_traceback
 from jaxche.sharding._checks import (
-    check_arguments,
     check_batch,
+    check_compute_dtype,
     check_context_mesh,
     check_mesh,
     check_not_deleted,
     check_params,
     check_state,
+    check_strategy,
+    check_transform,
     check_update,
     is_maker,
 )
 from jaxche.sharding._explain import Explanation, explain
 from jaxche.sharding._gradient import sharded_update, value_and_grad
-from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import Loss, as_loss, mean_of
-from jaxche.sharding._strategy import ShardingStrategy
+from jaxche.sharding._strategy import Layout, ShardingStrategy
 
 
 class ShardedState(NamedTuple):
@@ -74,7 +75,9 @@ class ShardedStep:
     """
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):
-        check_arguments(tx, strategy, compute_dtype)
+        check_transform("tx", tx)
+        check_strategy(strategy)
+        check_compute_dtype(compute_dtype)
         accumulate = whole_number("accumulate", accumulate, 1, "accumulate=1")
         seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh

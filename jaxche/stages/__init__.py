@@ -5,8 +5,8 @@ from jaxche.stages._data_store import DataStore
 from jaxche.stages._direct import Direct, Pipeline
 from jaxche.stages._objects import open_store as open_store
 from jaxche.stages._objects import probe as probe
-from jaxche.stages._pace import Pace
 from jaxche.stages._partition import Partitioned, PartitionedState
+from jaxche.stages._program import Pace
 from jaxche.stages._program import largest_micro_batch as largest_micro_batch
 from jaxche.stages._schedule import (
     SCHEDULES,

@@ -37,11 +37,7 @@ _MEMORY_LOCK = threading.Lock()
 
 
 def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
-    """The objects of a run at a URL, after a test that they can be written, read and deleted.
-
-    ``options`` go to obstore. Raises ImportError without obstore, ValueError for an unknown URL or option, and
-    ConnectionError if the test fails.
-    """
+    """The objects of a run at a URL, after a test of the store, to which ``options`` go."""
     probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
     probe(open_store(url, {**probe_options, **options}), url, f"{run}/probe")
     store = open_store(url, options)

@@ -17,8 +17,7 @@ from jaxche.cadence import whole_number
 from jaxche.messages import brief, short_traceback
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
-from jaxche.stages._pace import Pace, PacedProgram
-from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
+from jaxche.stages._program import MicroBatches, Pace, PacedProgram, StageProgram, StageSpec
 from jaxche.stages._runner import Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
 from jaxche.stages._stage import Stage, check_stage_params, spec, stage_key, trace_stages

@@ -40,9 +40,6 @@ class PeerWire(Wire):
     The coordination service carries addresses and losses. Sockets need no common order of transfers and no common
     kind of device. From 1 MiB on they were as fast as ``ppermute`` over gloo and ``jax.experimental.transfer`` or
     faster; ``scripts/bench_partitions.py`` prints the comparison.
-
-    Raises ValueError without a ``jax.distributed`` run or if another process holds one of the stages, and TimeoutError
-    if no process holds a neighbouring stage.
     """
 
     def __init__(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None], timeout_s: float):

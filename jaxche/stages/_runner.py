@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxche.stages._pace import PacedProgram
-from jaxche.stages._program import MicroBatches, Saved, StageProgram
+from jaxche.stages._program import MicroBatches, PacedProgram, Saved, StageProgram
 from jaxche.stages._schedule import Schedule, Task
 from jaxche.stages._wire import Tag, Wire, WireClosedError
 

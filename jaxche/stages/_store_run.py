@@ -149,11 +149,7 @@ class StoreRun:
             return self._objects is not None
 
     def agree(self, pause: Callable[[float], None]) -> None:
-        """Wait until the identity is known.
-
-        ``pause`` sleeps between two polls, and may raise to end the wait. Raises TimeoutError with the stages of
-        missing processes, and ValueError if another process holds a stage of this one.
-        """
+        """Wait until the identity is known; ``pause`` sleeps between two polls, and may raise to end the wait."""
         if self._objects is not None:
             return
         with self._lock:

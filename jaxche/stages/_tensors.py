@@ -123,11 +123,7 @@ def encode(tree: Any) -> list[Any]:
 
 
 def decode(data: Any, size: int, like: Any, key: str) -> Any:
-    """The tree in an object of ``size`` bytes, as read-only views of its first :func:`read_limit` bytes.
-
-    Raises DamagedObjectError if the object is truncated or altered, and ValueError, with the first leaf that differs,
-    if it does not match ``like``. ``key`` is its name in errors.
-    """
+    """The tree in an object named ``key``, of ``size`` bytes, as read-only views of its :func:`read_limit` bytes."""
     view, expected = memoryview(data).cast("B"), _layout(like)
     header, check = _read_header(view, size, key)
     if header != expected.header:

@@ -10,7 +10,6 @@ import jax
 
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
-from jaxche.cli import _nvidia as nvidia
 from jaxche.cluster import versions
 
 
@@ -18,7 +17,7 @@ def main() -> None:
     """Device, memory, cores, versions, and what `jaxche doctor` finds about driver and CUDA."""
     with device_checks.plugin_errors() as errors:
         devices = jax.devices()
-    findings = [checks.versions(), *nvidia.gpu_findings(os.environ, errors), device_checks.device_finding()]
+    findings = [checks.versions(), *device_checks.gpu_findings(os.environ, errors), device_checks.device_finding()]
     memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     found = {
         "platform": devices[0].platform,

@@ -6,7 +6,7 @@ import pytest
 
 import jaxche
 from jaxche.stages import Pace
-from jaxche.stages import _pace as module
+from jaxche.stages import _program as module
 
 
 @pytest.mark.parametrize("took_s", [0.0, 1.5])

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from jaxche.cli import _doctor_devices, main
-from jaxche.cli import _nvidia as checks
-from jaxche.cli._nvidia import Driver, Gpu, Runtime
+from jaxche.cli import _doctor_devices as checks
+from jaxche.cli import main
+from jaxche.cli._doctor_devices import Driver, Gpu, Runtime
 
 QUERY = "NVIDIA H100 80GB HBM3, 580.159.04, 81559, 522, Default\n"
 BANNER = "| NVIDIA-SMI 580.159.04    Driver Version: 580.159.04    CUDA Version: 13.0     |\n"
@@ -136,7 +136,7 @@ def test_errors_of_plugins_are_collected_in_place_of_their_tracebacks(caplog):
         except RuntimeError:
             log.exception(message)
 
-    with _doctor_devices.plugin_errors() as errors:
+    with checks.plugin_errors() as errors:
         fail("Jax plugin configuration error: Exception when calling jax_plugins.xla_cuda13.initialize()")
         fail("Something else")
         log.warning("a plugin is old")
