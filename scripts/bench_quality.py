@@ -45,6 +45,7 @@ from quality_arms import ARMS, BASELINE, CEILING, MAIN, PLAIN, Arm, Counts, Prog
 
 import jaxche
 from jaxche.cli import _tasks
+from jaxche.training._plan import GivenRound
 
 RESULTS = Path(__file__).with_name("quality.jsonl")
 # The page with the tables of the standard cells, between these lines.
@@ -235,13 +236,11 @@ class Bench:
             after, info = trainer.round(state, data, self._counts(progress, mark))
             # A merge in flight ends before the deadline too.
             if after.merged().clock_ms > deadline:
-                # Take the last round again, with the steps that fit; a round that cannot be cut is left out.
-                merge_ms = self.fleet.merge_ms(info.merge_bytes) if len(self.speeds) > 1 else 0.0
-                left = deadline - state.clock_ms - merge_ms - info.group_ms
-                counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
-                if info.average == "gradients" or info.shares or not sum(counts):
+                # Take the last round again, with the steps that fit; an update of exact sync is left out.
+                cut = self._cut(info, deadline - state.clock_ms)
+                if cut is None:
                     break
-                after, info = trainer.round(state, data, counts)
+                after, info = trainer._round(state, data, given=cut)
                 if after.merged().clock_ms > deadline:
                     break
             state = after
@@ -252,6 +251,20 @@ class Bench:
             metrics = self.task.evaluate(self.trainers[0].params(state))
             curve.append((state.merged().clock_ms, metrics["loss"]))
         return Trained(curve, metrics, history)
+
+    def _cut(self, info: jaxche.RoundInfo, left_ms: float) -> GivenRound | None:
+        """The round with the steps that fit into the time that is left; None if none do."""
+        left_ms -= self.fleet.merge_ms(info.merge_bytes) if len(self.speeds) > 1 else 0.0
+        left_ms -= info.group_ms
+        if info.average == "gradients":
+            return None
+        if info.shares:  # all replicas take as many steps, each on some batches
+            steps = max(info.counts)
+            fit = max(0, int(left_ms / max(info.wall_ms) * steps))
+            counts = tuple(n and fit for n in info.counts)
+            return GivenRound(counts, shares=info.shares, joined=info.joined // steps * fit) if fit else None
+        counts = tuple(min(n, max(0, int(left_ms / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
+        return GivenRound(counts) if sum(counts) else None
 
     def _counts(self, progress: Progress, mark: float) -> Counts | None:
         if len(self.speeds) == 1:

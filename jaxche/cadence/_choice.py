@@ -24,6 +24,9 @@ from jaxche.cadence._tuners import (
 # Progress of one update with the gradients of k batches, in steps on one batch, or of one step each of k replicas of
 # equal speed on whole batches: k to this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
 _AT_ONCE = 0.75
+# Progress of local steps beside merges, relative to steps that wait for them: moments are not merged. It falls further
+# with the time until the result of a merge comes in.
+_BESIDE = 0.92
 # Another choice must have this much more expected progress, because its programs have to be compiled. To leave out some
 # of the replicas that take local steps compiles nothing.
 _BETTER = 1.08
@@ -145,18 +148,23 @@ class Costs(NamedTuple):
         """The share of the time in which replicas take local steps, T / (T + max(0, C - f T))."""
         return round_ms / (round_ms + max(0.0, self.local_ms - self.overlap * round_ms))
 
+    def worth(self, round_ms: float, tau_ms: float) -> float:
+        """The progress of local steps beside merges, relative to steps that wait for them, 0.92 / (1 + f T / τ)."""
+        return _BESIDE / (1 + self.overlap * round_ms / tau_ms) if self.overlap else 1.0
+
 
 def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: Costs, shared: int = 0) -> list[Option]:
     """All ways to use these replicas, with their progress.
 
     sync:     k^0.75 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
-    cadence:  0.93 k^0.75 / T_k · R / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
-    cadence:  N^-0.25 · Σ v_i · R / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+    cadence:  0.93 k^0.75 / T_k · R D / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
+    cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     R = T / (T + max(0, C - f T)) is the share of the time that is not spent on merges, f the part of a round that runs
-    beside one. Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean
-    square over batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option
-    where they make more progress than all on whole batches.
+    beside one, and D = 0.92 / (1 + f T / τ) what such steps are worth, 1 without them. Replicas that
+    share k batches in each step take ρ times as many steps in the same time, in the mean square over batches:
+    ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make more
+    progress than all on whole batches.
 
     Args:
       shares: the measured times.
@@ -182,7 +190,8 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
         alike, tau = effective_ranks(rows), costs.tau_ms / more_steps(speed, shared)
         length = max(best_shared_ms(costs.local_ms, tau, alike, costs.overlap), wall)
         rate = shared / wall * costs.rate(length)
-        progress = shared ** (_AT_ONCE - 1) * rate * shared_worth(length, tau, alike) * fast
+        progress = shared ** (_AT_ONCE - 1) * rate * fast
+        progress *= shared_worth(length, tau, alike) * costs.worth(length, tau)
         found.append(Option(ApplyPolicy.CADENCE, shared, every, progress, rate / speed.sum(), length))
     order = np.argsort(ms, kind="stable")
     place = np.argsort(order)
@@ -192,7 +201,11 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
         length = max(best_round_ms(costs.local_ms, costs.tau_ms, costs.overlap), fast)
         length = length if m > 1 else alone_batches(costs.local_ms, fast) * fast
         rate = float(v.sum()) * costs.rate(length)
-        worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / costs.tau_ms) if m > 1 else 1.0
+        worth = 1.0
+        if m > 1:
+            worth = (
+                effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / costs.tau_ms) * costs.worth(length, costs.tau_ms)
+            )
         active = every if m == world else tuple((place < m).tolist())
         whole.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
     if shared:

@@ -230,15 +230,17 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     assert costs.rate(30.0) == pytest.approx(1 / 2)
     assert costs._replace(overlap=0.5).rate(30.0) == pytest.approx(30 / 45)
     assert costs._replace(overlap=0.5).rate(60.0) == 1.0
-    waiting, beside = (
-        max(
-            one.progress
-            for one in options(shares, shares.cuts(BATCH), BATCH, each)
-            if all(one.active) and not one.joined
-        )
+    assert costs.worth(60.0, 1e3) == 1
+    assert costs._replace(overlap=0.5).worth(60.0, 1e3) == pytest.approx(0.92 / (1 + 0.5 * 60 / 1e3))
+    (waiting,), (beside,) = (
+        [one for one in options(shares, shares.cuts(BATCH), BATCH, each) if all(one.active) and not one.joined]
         for each in (costs, costs._replace(overlap=0.5))
     )
-    assert beside > 1.05 * waiting
+    # √(30 · 1000) ms, and as long as hides a merge.
+    assert (waiting.round_ms, beside.round_ms) == (pytest.approx(30e3**0.5), 60.0)
+    assert beside.progress / waiting.progress == pytest.approx(
+        (173.2 + 30) / 173.2 * (1 + 173.2 / 1e3) / (1 + 60 / 1e3) * 0.92 / (1 + 0.5 * 60 / 1e3), rel=1e-3
+    )
     now = Choice(ApplyPolicy.CADENCE, 1)
     told = [choose(now, shares, replace(che, overlap=part), BATCH, 10).reason for part in (0.0, 0.5)]
     assert told[0] != told[1]
