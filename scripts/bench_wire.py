@@ -80,13 +80,17 @@ def main() -> None:
         baseline, baseline_bytes = baseline or losses, baseline_bytes or sent
         differences = [loss - one for loss, one in zip(losses, baseline, strict=True)]
         shown = f"`{wire}`" + (f', `opt_state="{opt_state}"`' if opt_state else "")
-        error = f"{statistics.stdev(losses) / len(losses) ** 0.5:.4f}" if len(losses) > 1 else "-"
         print(
             f"| {shown} | {sent:,} "
             f"| 1/{baseline_bytes / sent:.2f} | {statistics.mean(rounds):.0f} | {statistics.mean(losses):.4f} "
-            f"| {error} | {statistics.mean(differences):+.4f} |",
+            f"| {standard_error(losses)} | {statistics.mean(differences):+.4f} |",
             flush=True,
         )
+
+
+def standard_error(losses: list[float]) -> str:
+    """Of their mean; a single one has none."""
+    return f"{statistics.stdev(losses) / len(losses) ** 0.5:.4f}" if len(losses) > 1 else "-"
 
 
 def speed(size: int, wires: list[str]) -> None:

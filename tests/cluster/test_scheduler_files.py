@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from jaxche.cli import main
 from jaxche.cluster import emit, with_tunables
@@ -437,6 +436,8 @@ def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
 def test_a_jobset_is_one_of_the_api_of_jobsets(volume, elastic):
     text = emit("jobset", COMMAND, "2x8:h100,4", 3, image="me/train:1", volume=volume, elastic=elastic)
     manifest = yaml.safe_load(text)
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # a second, also in workers that run other files
+
     # Made from the schema of jobset.x-k8s.io/v1alpha2: values of a wrong type are refused, unknown fields dropped.
     assert JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
     manifest["spec"]["failurePolicy"] = {"maxRestarts": "three"}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,24 +35,65 @@ def _on_cpu():
         yield
 
 
+class Forked:
+    """A program in a fork of the process with all imports, to be waited for and killed as one that was started."""
+
+    def __init__(self, ask, program):
+        self._ask, self._code = ask, None
+        self._pid = int(ask({"program": [str(word) for word in program], "environ": dict(os.environ)}, [1, 2]))
+
+    def poll(self):
+        if self._code is None and (answer := self._ask({"ended": self._pid})) != b"no":
+            self._code = int(answer)
+        return self._code
+
+    def wait(self, timeout_s=60.0):
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"process {self._pid} runs for more than {timeout_s} s"
+            time.sleep(0.02)
+        return self._code
+
+    def kill(self):
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+
 @pytest.fixture(scope="session")
-def _forks():
-    """``launch`` in a process that has imported what ranks import."""
+def _asked():
+    """Sends a message to the process that has imported what others import, and returns the answer."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(HERE / "forks.py"), str(theirs.fileno())]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
 
-    def launch(command, processes, **options):
-        call = options | {"command": command, "processes": processes, "environ": dict(os.environ)}
-        call["error_output_s"] = _worker_group._ERROR_OUTPUT_S  # which a test may have patched
-        socket.send_fds(ours, [json.dumps(call, default=str).encode()], [1, 2])
-        return int(ours.recv(16))
+    def ask(call, files=()):
+        socket.send_fds(ours, [json.dumps(call, default=str).encode()], list(files))
+        return ours.recv(16)
 
     with ours, subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        yield launch
+        yield ask
         ours.close()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def fork(_asked):
+    """Runs a program of this folder with these arguments beside the test."""
+    return lambda *program: Forked(_asked, program)
+
+
+@pytest.fixture(scope="session")
+def _forks(_asked):
+    """``launch`` in a process that has imported what ranks import."""
+
+    def launch(command, processes, **options):
+        # Ranks pinned to cores wait for tests that run beside them; test_launch.py has what pinning does.
+        call = {"pin": False} | options | {"command": command, "processes": processes, "environ": dict(os.environ)}
+        call["error_output_s"] = _worker_group._ERROR_OUTPUT_S  # which a test may have patched
+        return int(_asked(call, [1, 2]))
+
+    return launch
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
-"""A launcher whose ranks are forks of a process that has imported what they import, which takes longest of a start.
+"""A launcher whose processes are forks of one that has imported what they import, which takes longest of a start.
 
 Each message on the socket that it is given is a call of ``launch``, with the files for its output; the answer is the
-exit code. It uses no device itself: a process with the threads of JAX's runtime cannot fork.
+exit code. Or it is a program to run beside the tests, whose answer is the number of the process, or the question for
+its exit code. It uses no device itself: a process with the threads of JAX's runtime cannot fork.
 """
 
 import atexit
+import gc
+import importlib
 import inspect
 import json
 import os
@@ -19,38 +22,59 @@ import warnings
 from pathlib import Path
 
 from jaxche.cluster import _worker_group, launch
+from jaxche.distributed import _coordinator
 
+HERE = Path(__file__).parent
+Popen = subprocess.Popen
 PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 
 
 class Fork(subprocess.Popen):
-    """A program of this folder in a fork of this process; anything else is started as ever."""
+    """A program of this folder or a coordinator, in a fork of this process; anything else is started as ever."""
 
     def _execute_child(self, args, *rest):
         given = PARAMETERS.bind(self, args, *rest).arguments
         pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-        if not can_fork(args, given["env"]):
+        words = forked_words(args, given["env"])
+        if not words:
             super()._execute_child(args, *rest)
             return
         self.pid = os.fork()
         if not self.pid:
-            become(args[1:], given["env"], pipes[0], pipes[3], pipes[5])
+            become(words, given["env"], pipes[0], pipes[3], pipes[5])
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
 
-def can_fork(args, env):
-    """Whether it is a program of this folder, with the same value of what Python and JAX read before it starts."""
-    early = [
-        {name: value for name, value in variables.items() if name == "PYTHONPATH" or name.startswith("JAX_")}
-        for variables in (env or {}, os.environ)
-    ]
-    return args[0] == sys.executable and Path(args[1]).parent == Path(__file__).parent and early[0] == early[1]
+def forked_words(args, env):
+    """The file to run and its arguments; none for other programs, and where Python or JAX read other values first."""
+    if args[0] != sys.executable or early(env or {}) != early(os.environ):
+        return None
+    if args[1:4] == ["-P", "-m", _coordinator.__name__]:  # its PYTHONPATH has the folders of this process
+        return [_coordinator.__file__, *args[4:]]
+    path = [(variables.get("PYTHONPATH") or "").split(os.pathsep) for variables in (env or {}, os.environ)]
+    ours = Path(args[1]).parent == HERE and path[0] in (path[1], [*path[1], str(HERE / "plugins")])
+    return args[1:] if ours else None
+
+
+def use_stand_ins():
+    """What Python and JAX do first where the folder of the plugins is on the path."""
+    import jax
+
+    sys.path.append(str(HERE / "plugins"))
+    runpy.run_path(str(HERE / "plugins" / "sitecustomize.py"))
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    importlib.import_module("jax_plugins.standin").initialize()
+
+
+def early(variables):
+    """What JAX reads when it is imported."""
+    return {name: value for name, value in variables.items() if name.startswith("JAX_")}
 
 
 def become(words, env, *files):
     """Run a program in this process, which was just forked, and end with it."""
-    code = 1
+    code, subprocess.Popen = 1, Popen  # a process with the threads of JAX's runtime cannot fork
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -68,6 +92,8 @@ def become(words, env, *files):
         os.environ.update(env)
         if "PYTHONWARNINGS" in env:
             warnings.simplefilter(env["PYTHONWARNINGS"])
+        if "STANDIN_RANKS" in env:
+            use_stand_ins()
         sys.argv, sys.path[0] = words, os.path.dirname(words[0])
         runpy.run_path(words[0], run_name="__main__")
         code = 0
@@ -106,22 +132,50 @@ def answer(calls, call, files):
         os._exit(code)
 
 
+def share_contexts():
+    """The modules of a thread are lowered in one MLIR context: to load its dialects takes as long as a small module."""
+    from jax._src.interpreters import mlir
+
+    make, own = mlir.make_ir_context, threading.local()
+
+    def context():
+        if not hasattr(own, "context"):
+            own.context = make()
+        return own.context
+
+    mlir.make_ir_context = context
+
+
 def main(number):
     import orbax.checkpoint  # noqa: F401
 
     import jaxche
 
     assert jaxche.Trainer  # is imported by its first use
+    share_contexts()
+    # What is imported stays: the garbage collector of a fork does not visit it.
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
     with socket.socket(fileno=int(number)) as calls:
         while True:
             text, files, *_ = socket.recv_fds(calls, 1 << 20, 2)
             if not text:
                 return
+            call = json.loads(text)
+            if "ended" in call:
+                pid, status = os.waitpid(call["ended"], os.WNOHANG)
+                calls.send(str(os.waitstatus_to_exitcode(status)).encode() if pid else b"no")
+                continue
             pid = os.fork()
-            if not pid:
-                answer(calls, json.loads(text), files)
+            if not pid and "program" in call:
+                become(call["program"], call["environ"], os.open(os.devnull, os.O_RDONLY), *files)
+            elif not pid:
+                answer(calls, call, files)
             for file in files:
                 os.close(file)
+            if "program" in call:
+                calls.send(str(pid).encode())
+                continue
             _, status = os.waitpid(pid, 0)
             calls.send(str(os.waitstatus_to_exitcode(status)).encode())
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import signal
 import socket
@@ -30,29 +29,39 @@ def program(load):
     return load("store_program")
 
 
-def start(url, folder, stage, n_stages, options, death=""):
-    environment = os.environ | {"PYTHONWARNINGS": "error"}
-    arguments = [url, folder / f"{stage}.json", stage, n_stages, json.dumps(options), death]
-    return subprocess.Popen([sys.executable, PROGRAM, *map(str, arguments)], env=environment)
+@pytest.fixture
+def start(fork, monkeypatch):
+    """Starts the process of a stage."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+
+    def starting(url, folder, stage, n_stages, options, death=""):
+        return fork(PROGRAM, url, folder / f"{stage}.json", stage, n_stages, json.dumps(options), death)
+
+    return starting
 
 
-def run(url, folder, n_stages=2, options=None, deaths=None):
-    """Run all stages to the end; those in ``deaths`` are killed in the middle of a step and restarted."""
-    folder.mkdir()
-    deaths = deaths or {}
-    first = {s: start(url, folder, s, n_stages, options or {}, deaths.get(s, "")) for s in range(n_stages)}
-    running = list(first.values())
-    try:
-        for stage in deaths:
-            assert first[stage].wait(DEADLINE_S) == -signal.SIGKILL
-            first[stage] = start(url, folder, stage, n_stages, options or {})
-            running.append(first[stage])
-        assert [process.wait(DEADLINE_S) for process in first.values()] == [0] * n_stages
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"{stage}.json").read_text()) for stage in range(n_stages)]
+@pytest.fixture
+def run(start):
+    """Runs all stages to the end; those in ``deaths`` are killed in the middle of a step and restarted."""
+
+    def running(url, folder, n_stages=2, options=None, deaths=None):
+        folder.mkdir()
+        deaths = deaths or {}
+        first = {s: start(url, folder, s, n_stages, options or {}, deaths.get(s, "")) for s in range(n_stages)}
+        started = list(first.values())
+        try:
+            for stage in deaths:
+                assert first[stage].wait(DEADLINE_S) == -signal.SIGKILL
+                first[stage] = start(url, folder, stage, n_stages, options or {})
+                started.append(first[stage])
+            assert [process.wait(DEADLINE_S) for process in first.values()] == [0] * n_stages
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        return [json.loads((folder / f"{stage}.json").read_text()) for stage in range(n_stages)]
+
+    return running
 
 
 def whole(program, n_stages):
@@ -100,14 +109,14 @@ def check_repeated(results, undisturbed):
 
 
 @pytest.mark.slow
-def test_two_processes_over_a_folder_train_the_whole_model(program, tmp_path, undisturbed):
+def test_two_processes_over_a_folder_train_the_whole_model(program, tmp_path, undisturbed, run):
     results = run(tmp_path / "store", tmp_path / "out", 2)
     check(program, results)
     check_repeated(results, undisturbed(2))
     assert not [name for name in left(tmp_path / "store") if "receives" in name]
 
 
-def test_a_process_killed_in_mid_step_goes_on_at_that_step(program, tmp_path, undisturbed):
+def test_a_process_killed_in_mid_step_goes_on_at_that_step(program, tmp_path, undisturbed, run):
     results = run(tmp_path / "store", tmp_path / "out", 2, deaths={1: "1:backward"})
     assert [result["began"] for result in results] == [0, 1]
     check(program, [results[0], {**results[1], "losses": results[0]["losses"]}])
@@ -119,14 +128,16 @@ def test_a_process_killed_in_mid_step_goes_on_at_that_step(program, tmp_path, un
 
 
 @pytest.mark.parametrize("death", [0, 1])
-def test_a_process_killed_before_any_state_was_saved_takes_its_place_again(program, tmp_path, undisturbed, death):
+def test_a_process_killed_before_any_state_was_saved_takes_its_place_again(program, tmp_path, undisturbed, death, run):
     results = run(tmp_path / "store", tmp_path / "out", 2, deaths={death: f"0:{('forward', 'backward')[death]}"})
     check_repeated(results, undisturbed(2))
     assert not [name for name in left(tmp_path / "store") if "receives" in name or "#" in name]
 
 
 @pytest.mark.slow
-def test_what_killed_processes_left_is_not_trained_on_by_a_later_run(program, tmp_path, undisturbed, monkeypatch):
+def test_what_killed_processes_left_is_not_trained_on_by_a_later_run(
+    program, tmp_path, undisturbed, monkeypatch, run, start
+):
     # Both are killed in the first step of a run with other data, of which activations and gradients are left.
     (tmp_path / "earlier").mkdir()
     with monkeypatch.context() as patch:
@@ -145,7 +156,7 @@ def test_what_killed_processes_left_is_not_trained_on_by_a_later_run(program, tm
 
 
 @pytest.mark.slow
-def test_three_processes_over_a_folder_two_of_them_killed(program, tmp_path, undisturbed):
+def test_three_processes_over_a_folder_two_of_them_killed(program, tmp_path, undisturbed, run):
     results = run(tmp_path / "store", tmp_path / "out", 3, deaths={0: "2:forward", 1: "2:backward"})
     check_repeated(results, undisturbed(3))
     assert not [name for name in left(tmp_path / "store") if "receives" in name or "#" in name]
@@ -213,14 +224,14 @@ def await_bucket(server, options, log):
 
 
 @pytest.mark.slow
-def test_two_processes_over_seaweedfs_one_of_them_killed(program, tmp_path, seaweed, undisturbed):
+def test_two_processes_over_seaweedfs_one_of_them_killed(program, tmp_path, seaweed, undisturbed, run):
     results = run("s3://bucket/path", tmp_path / "out", 2, seaweed, deaths={0: "2:forward"})
     check_repeated(results, undisturbed(2))
     check(program, [{**result, "losses": results[1]["losses"]} for result in results])
 
 
 @pytest.mark.slow
-def test_three_processes_over_seaweedfs_train_the_whole_model(program, tmp_path, seaweed, undisturbed):
+def test_three_processes_over_seaweedfs_train_the_whole_model(program, tmp_path, seaweed, undisturbed, run):
     results = run("s3://bucket/three", tmp_path / "out", 3, seaweed)
     check(program, results)
     check_repeated(results, undisturbed(3))

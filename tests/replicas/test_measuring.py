@@ -45,8 +45,12 @@ def batches(problem, cursor, n):
     return [problem.data.epoch(i // size)[i % size] for i in range(cursor, cursor + n)]
 
 
+# Compiled: a twin takes hundreds of steps.
+GRADIENT = jax.jit(jax.grad(lambda params, batch, loss: loss(params, batch)[0]), static_argnames="loss")
+
+
 def gradient(problem, params, batch):
-    return jax.grad(lambda p: problem.loss(p, batch)[0])(params)
+    return GRADIENT(params, batch, loss=problem.loss)
 
 
 def preconditioner(rule, opt_state):
@@ -63,15 +67,17 @@ def test_one_replica_equals_the_twin(long, devices, close, rule, later):
 
     params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(optax.adam(0.05), rule)
     opt_state, noise = tx.init(params), noise_scale.init(params, base_batch_size=2, differenced=True)
+    update = jax.jit(tx.update)
+    measure = jax.jit(lambda noise, grads, seen: noise_scale.update(noise, grads, [8], opt_state=seen))
     for k, batch in enumerate(batches(long, 0, 120)):
         grads = gradient(long, params, batch)
         if k % 20 == 0:
             seen = preconditioner(rule, opt_state)
         if k % 20 < measured[k // 20]:
-            noise = noise_scale.update(noise, jax.tree.map(lambda g: g[None], grads), [8], opt_state=seen)
+            noise = measure(noise, jax.tree.map(lambda g: g[None], grads), seen)
         else:
             noise = noise_scale.skip(noise, 8)
-        updates, opt_state = tx.update(grads, opt_state, params, scale=4, noise=noise)
+        updates, opt_state = update(grads, opt_state, params, scale=4, noise=noise)
         params = optax.apply_updates(params, updates)
     close(trainer.params(state), params, rtol=1e-3, atol=1e-5)
     assert history[-1].progress == pytest.approx(float(opt_state.progress), rel=1e-4)
@@ -90,7 +96,7 @@ def test_averaged_parameters_equal_the_twin(long, devices, close, rule, later):
         infos.append(info)
 
     x0, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(tx, rule)
-    states = [tx.init(x0) for _ in rounds[0]]
+    states, update = [tx.init(x0) for _ in rounds[0]], jax.jit(tx.update)
     noise, progress = noise_scale.init(x0, base_batch_size=8), jnp.float32(0)
     for number, counts in enumerate(rounds):
         weights = [n / sum(counts) for n in counts]
@@ -101,7 +107,7 @@ def test_averaged_parameters_equal_the_twin(long, devices, close, rule, later):
             for k, batch in enumerate(batches(long, cursor, n)):
                 grads.append(gradient(long, params, batch))
                 told = {"scale": scale, "noise": noise, "progress": progress + k * gain}
-                updates, states[rank] = tx.update(grads[-1], states[rank], params, **told)
+                updates, states[rank] = update(grads[-1], states[rank], params, **told)
                 params = optax.apply_updates(params, updates)
             measured = grads[: MEASURED["parameters"][later][number][rank]]
             skipped += 8 * (n - len(measured))

@@ -31,12 +31,12 @@ def fit(one, problem, epochs=3, state=None, **options):
 def single_device(problem, tx, joined, epochs=3):
     """The parameters of one device on the joined batches."""
     params = jax.tree.map(jnp.asarray, problem.params)
-    opt_state = tx.init(params)
+    opt_state, gradient, update = tx.init(params), jax.jit(jax.grad(problem.loss, has_aux=True)), jax.jit(tx.update)
     size = len(problem.data)
     for epoch, first in itertools.product(range(epochs), range(0, size, joined)):
         batch = problem.joined(epoch, range(first, min(first + joined, size)))
-        grads = jax.grad(lambda p, batch=batch: problem.loss(p, batch)[0])(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        grads, _ = gradient(params, batch)
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -371,13 +371,13 @@ def test_batches_of_unlike_shapes_make_the_update_of_one_device(devices, close, 
     one = in_buckets(devices, fleet, joined_batches=joined)
     state, history = one.fit(one.init(BUCKETS), data, epochs=3, progress=False)
     joined, params, tx = joined or len(fleet.ms_per_batch), BUCKETS, optax.adam(0.05)
-    opt_state = tx.init(params)
+    opt_state, gradient, update = tx.init(params), jax.jit(jax.grad(loss_of_buckets, has_aux=True)), jax.jit(tx.update)
     for _, first in itertools.product(range(3), range(0, len(data), joined)):
         batches = data[first : first + joined]
         rows = np.array([len(batch["y"]) for batch in batches])
-        grads = [jax.grad(lambda p, batch=batch: loss_of_buckets(p, batch)[0])(params) for batch in batches]
+        grads = [gradient(params, batch)[0] for batch in batches]
         mean = jax.tree.map(lambda *g, rows=rows: sum(n * x for n, x in zip(rows / rows.sum(), g, strict=True)), *grads)
-        updates, opt_state = tx.update(mean, opt_state, params)
+        updates, opt_state = update(mean, opt_state, params)
         params = optax.apply_updates(params, updates)
     close(one.params(state), params, rtol=1e-3, atol=1e-5)
     assert all(info.counts == info.planned for info in history)
