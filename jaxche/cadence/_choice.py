@@ -259,9 +259,6 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
         tau_ms *= more_steps(1 / (fixed + slope * batch_rows), shared)
     found = options(shares, cuts, batch_rows, Costs(sync_ms, local_ms, tau_ms, che.overlap), shared)
     best = max(found, key=lambda one: one.progress)
-    if not known and not all(best.active):  # try all of them, unless they promise far too little
-        together = max((one for one in found if all(one.active)), key=lambda one: one.progress)
-        best = together if together.progress > best.progress / 2 else best
     same = [one for one in found if _is(one, now)]
     leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE and not all(best.active)
     if same and not leaves_some_out and best.progress < _BETTER * same[0].progress:
