@@ -32,8 +32,9 @@ _BESIDE = 0.92
 _BETTER = 1.08
 # τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
-# Rounds of local steps of all replicas before the choice is made again.
-_TRIED = 4
+# Rounds of local steps of all replicas before the choice is made again; fewer where a merge takes longer than so many
+# batches of the fastest replica.
+_TRIED, _TRIED_LONG, _LONG = 4, 2, 32
 # Rounds of exact sync after which they are tried again, at first and at most; the number doubles. Replicas move fastest
 # in the first rounds of a run.
 _PATIENCE, _MOST_PATIENCE = 32, 512
@@ -240,15 +241,18 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
       unit: rows are shared in multiples of it.
     """
     local = now.policy is ApplyPolicy.CADENCE
-    # A round of some replicas alone is long: one is enough.
-    tried = 1 if not local or now.active else _TRIED
-    if not shares.is_measured or len(che.sync_samples) < 2 or round - now.since < tried:
+    if not shares.is_measured or len(che.sync_samples) < 2:
+        return now
+    fast = min(ms for ms in che.ms_per_batch if ms)
+    tried = 1  # a round of some replicas alone is long
+    if local and not now.active:
+        tried = _TRIED_LONG if middle(che.sync_samples) > _LONG * fast else _TRIED
+    if round - now.since < tried:
         return now
     now = now.compared(che.sync_samples, round)
     if not local and round - now.since > _UPDATES and (round - now.since) % _UPDATES:
         return now
     sync_ms, local_ms = now.merges_ms(che.sync_samples)
-    fast = min(ms for ms in che.ms_per_batch if ms)
     known = che.travel_samples and (local or round - now.since < now.patience)
     tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
     cuts, shared = shares.cuts(batch_rows, unit), 0

@@ -409,7 +409,8 @@ class Trainer(Rounds):
             return ""
         if settings.wire == "float32":
             advice.append("wire='int4' sends about 1/8 of the bytes")
-        if not settings.overlap and self.policy is ApplyPolicy.CADENCE and settings.scaling is None:
+        can_overlap = self.policy in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) and settings.scaling is None
+        if can_overlap and not settings.overlap:
             advice.append("overlap=0.5 hides up to half a round")
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
 

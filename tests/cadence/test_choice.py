@@ -181,6 +181,18 @@ def test_local_steps_are_given_a_few_rounds():
     assert chosen((20,) * 8, 0.2, travel_ms=100.0, now=now, round=12).policy is ApplyPolicy.SYNC
 
 
+def test_long_merges_are_tried_in_fewer_rounds():
+    """Each costs as much as many batches. One round of a replica alone has many."""
+    for sync_ms, rounds in ((32 * 20.0, 4), (33 * 20.0, 2)):
+        now = Choice(ApplyPolicy.CADENCE, since=8)
+        arguments = {"ms": (20, 50), "sync_ms": sync_ms, "travel_ms": 5e3, "now": now}
+        assert chosen(**arguments, round=8 + rounds - 1) == now
+        alone = chosen(**arguments, round=8 + rounds)
+        assert alone.active == (True, False)
+    cheap = arguments | {"now": alone, "sync_ms": 5.0}
+    assert chosen(**cheap, round=alone.since + 1).active == ()
+
+
 @pytest.mark.parametrize(("given_up", "patience"), [(0, 32), (1, 32), (2, 64), (4, 256), (9, 512)])
 def test_local_steps_are_tried_again_after_longer_and_longer_times(given_up, patience):
     now = Choice(ApplyPolicy.SYNC, 8, since=10, given_up=given_up)

@@ -163,6 +163,17 @@ def test_codes_make_local_steps_worth_their_merges(trainer, large):
     )
 
 
+def test_rounds_of_some_replicas_alone_measure_their_merges(large, devices):
+    """The counts of such rounds are not those of the cadence."""
+    fleet = jaxche.VirtualFleet([20, 50], sync_ms=1.0, link_mbit=0.1)
+    one = jaxche.Trainer(large.loss, optax.adam(1e-3), policy="auto", fleet=fleet, replicas=devices[:2])
+    state, history = fit(one, large, epochs=20)
+    alone = [info for info in history if 0 in info.counts]
+    assert len(alone) > 3
+    assert state.che.sync_samples[0] == pytest.approx(alone[-2].sync_ms)
+    assert state.choice.relative_ms == pytest.approx(alone[-2].sync_ms / history[0].sync_ms)
+
+
 def test_wire_auto_keeps_the_relative_time_of_merges(trainer, large):
     one = trainer(wire="auto")
     state, history = fit(one, large, epochs=4)
