@@ -88,7 +88,8 @@ def line(results: Results, head: Sequence[str], runs: Sequence[Job]) -> str:
     cells = ["–", "–", "–", "not run", "–"]
     if found:
         losses = ", ".join(f"{row['loss']:.3f}" for row in found)
-        merged = [f"{found[0]['merge_ms']:,.0f}", found[0]["rounds"]] if found[0].get("sync_ms") else ["–", "–"]
+        merges = found[0]["sync_ms"] and found[0]["rounds"]
+        merged = [f"{found[0]['merge_ms']:,.0f}", merges] if merges else ["–", "–"]
         cells = [*merged, losses if found[0]["rounds"] else "no merge fits", "–", "missed"]
     if ratios:
         cells[3] = ", ".join("above 4" if ratio >= 4 else f"{ratio:.2f}" for ratio in ratios)

@@ -298,7 +298,7 @@ def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
     one = bench(arm, job.cell, cache)
     total = round(sum(job.cell.deadline_s * 1e3 / ms for ms in one.speeds))  # here only the warm-up follows it
     if end == 0:
-        total = known or rehearsal(arm, job.cell, cache)
+        total = known or rehearsal(arm, job.cell, cache) or 1
     for _ in range(3):
         try:
             trained = one.train(job.lr, job.seed, total, end, POINTS[job.measure])
@@ -306,7 +306,7 @@ def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
             trained = Trained([], {"loss": math.inf}, [])
             break
         # Rounds that depend on the loss are not those of the rehearsal.
-        if end == 1 or abs(trained.batches / total - 1) < 0.02:
+        if end == 1 or abs(trained.batches / total - 1) < 0.02 or not trained.batches:  # no merge fits
             break
         total = trained.batches
     periods = [info.period_ms for info in trained.history] or [math.nan]
