@@ -55,7 +55,7 @@ class Choice:
       reason: why, in one line.
       since: the round of the choice.
       given_up: how often local steps were given up.
-      relative_ms: time of a merge of local steps relative to that of exact sync, as measured at the last change.
+      merge_ratio: time of a merge of local steps relative to that of exact sync, as measured at the last change.
       before_ms: time of a merge before the last change, until the merges after it are measured; then 0.
     """
 
@@ -65,7 +65,7 @@ class Choice:
     reason: str = "not measured yet: exact sync"
     since: int = 0
     given_up: int = 0
-    relative_ms: float = 1.0
+    merge_ratio: float = 1.0
     before_ms: float = 0.0
 
     @property
@@ -88,10 +88,8 @@ class Choice:
         """The choice with the relative time of merges, once all samples are of merges since the last change."""
         if not self.before_ms or round - self.since < _TRIED:
             return self
-        relative = middle(sync_samples) / self.before_ms
-        return replace(
-            self, relative_ms=relative if self.policy is ApplyPolicy.CADENCE else 1 / relative, before_ms=0.0
-        )
+        ratio = middle(sync_samples) / self.before_ms
+        return replace(self, merge_ratio=ratio if self.policy is ApplyPolicy.CADENCE else 1 / ratio, before_ms=0.0)
 
     def merges_ms(self, sync_samples: Sequence[float]) -> tuple[float, float]:
         """The times of a merge of exact sync and of one of local steps.
@@ -102,12 +100,12 @@ class Choice:
         measured_ms = self.before_ms or middle(sync_samples)
         is_local = (self.policy is ApplyPolicy.CADENCE) != bool(self.before_ms)
         if is_local:
-            return measured_ms / self.relative_ms, measured_ms
-        return measured_ms, measured_ms * self.relative_ms
+            return measured_ms / self.merge_ratio, measured_ms
+        return measured_ms, measured_ms * self.merge_ratio
 
     def with_local_ms(self, sync_samples: Sequence[float], local_ms: float) -> Choice:
         """The choice where a merge of local steps takes another time from now on, with another wire."""
-        return replace(self, relative_ms=local_ms / self.merges_ms(sync_samples)[0])
+        return replace(self, merge_ratio=local_ms / self.merges_ms(sync_samples)[0])
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:

@@ -217,7 +217,7 @@ def test_merges_of_both_kinds_have_their_own_time():
     assert now.merges_ms([40.0, 40.0, 4.0]) == (4.0, 4.0)  # not all of these are merges of local steps
     assert now.compared([12.0, 12.0, 4.0], 13) == now
     known = now.compared([12.0, 12.0, 12.0], 14)
-    assert (known.relative_ms, known.before_ms) == (3.0, 0.0)
+    assert (known.merge_ratio, known.before_ms) == (3.0, 0.0)
     assert known.merges_ms([12.0, 12.0, 12.0]) == (4.0, 12.0)
     assert known.merges_ms([24.0, 24.0, 24.0]) == (8.0, 24.0)  # the link has become slower
     coded = known.with_local_ms([12.0, 12.0, 12.0], 2.0)
@@ -232,7 +232,7 @@ def test_local_steps_whose_merges_take_longer_than_those_of_exact_sync_are_given
     now = Choice(ApplyPolicy.CADENCE, 1, since=10)
     assert chosen(sync_ms=6.0, now=replace(now, before_ms=6.0), **arguments).policy is ApplyPolicy.CADENCE
     dear = chosen(sync_ms=6.0, now=replace(now, before_ms=1.0), **arguments)
-    assert (dear.policy, dear.before_ms, dear.relative_ms) == (ApplyPolicy.SYNC, 6.0, 6.0)
+    assert (dear.policy, dear.before_ms, dear.merge_ratio) == (ApplyPolicy.SYNC, 6.0, 6.0)
     assert "and 1 ms to merge" in dear.reason
 
 

@@ -150,7 +150,7 @@ def test_both_kinds_of_merges_are_measured(trainer, large):
         next(info.sync_ms for info in history if info.policy == policy) for policy in ("sync", "cadence")
     )
     assert state.choice.before_ms == 0
-    assert state.choice.relative_ms == pytest.approx(local_ms / sync_ms)
+    assert state.choice.merge_ratio == pytest.approx(local_ms / sync_ms)
     assert f"{sync_ms:.3g} ms to merge" in one.explain(state)
 
 
@@ -171,7 +171,7 @@ def test_rounds_of_some_replicas_alone_measure_their_merges(large, devices):
     alone = [info for info in history if 0 in info.counts]
     assert len(alone) > 3
     assert state.che.sync_samples[0] == pytest.approx(alone[-2].sync_ms)
-    assert state.choice.relative_ms == pytest.approx(alone[-2].sync_ms / history[0].sync_ms)
+    assert state.choice.merge_ratio == pytest.approx(alone[-2].sync_ms / history[0].sync_ms)
 
 
 def test_wire_auto_keeps_the_relative_time_of_merges(trainer, large):
@@ -181,7 +181,7 @@ def test_wire_auto_keeps_the_relative_time_of_merges(trainer, large):
     assert wires == {"float32", "int4"}
     sync_ms = next(info.sync_ms for info in history if info.policy == "sync")
     coded_ms = next(info.sync_ms for info in history if info.wire == "int4")
-    assert state.choice.relative_ms == pytest.approx(coded_ms / sync_ms)
+    assert state.choice.merge_ratio == pytest.approx(coded_ms / sync_ms)
     assert "wire='int4'" in one.explain(state)
 
 
