@@ -30,13 +30,15 @@ def make_batch(step):
     return batch | {"x": np.float32(os.environ.get("STORE_SCALE", "1")) * batch["x"]}
 
 
-def dies(wire, step, direction):
-    """Send SIGKILL to this process after it sent micro-batch 1 of a step."""
+def dies(wire, step, direction, saved=""):
+    """Send SIGKILL to this process after it sent micro-batch 1 of a step, ``saved`` once its last state is saved."""
     send = wire.send
 
     def sends(tag, tree):
         send(tag, tree)
         if (tag.step, tag.micro, tag.direction) == (step, 1, direction):
+            if saved:
+                wire._wait_committed()
             os.kill(os.getpid(), signal.SIGKILL)
 
     wire.send = sends
@@ -60,9 +62,9 @@ if __name__ == "__main__":
     url, out, stage, n_stages, options, death = sys.argv[1:]
     given = jaxche.DataStore(url, micro_batch_size=3, timeout_s=120, options=json.loads(options))
     if death:
-        at, towards = death.split(":")
+        at, *when = death.split(":")
         mortal = jaxche.DataStore.wire
-        jaxche.DataStore.wire = lambda *arguments: dies(mortal(*arguments), int(at), towards)
+        jaxche.DataStore.wire = lambda *arguments: dies(mortal(*arguments), int(at), *when)
     result = train(int(n_stages), given, [int(stage)])
     assert not jax.distributed.is_initialized()
     with open(out, "w", encoding="utf8") as file:

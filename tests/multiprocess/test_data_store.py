@@ -117,7 +117,7 @@ def test_two_processes_over_a_folder_train_the_whole_model(program, tmp_path, un
 
 
 def test_a_process_killed_in_mid_step_goes_on_at_that_step(program, tmp_path, undisturbed, run):
-    results = run(tmp_path / "store", tmp_path / "out", 2, deaths={1: "1:backward"})
+    results = run(tmp_path / "store", tmp_path / "out", 2, deaths={1: "1:backward:saved"})
     assert [result["began"] for result in results] == [0, 1]
     check(program, [results[0], {**results[1], "losses": results[0]["losses"]}])
     check_repeated(results, undisturbed(2))

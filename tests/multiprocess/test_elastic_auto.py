@@ -33,9 +33,11 @@ def test_the_choice_is_made_again_after_deaths_and_admissions(load, tmp_path, de
     history = History.from_json(results[2]["history"])
     parts = [list(part) for _, part in itertools.groupby(history, lambda info: len(info.counts))]
     assert [len(part[0].counts) for part in parts] == [3, 2, 3, 2, 3]
-    for part in parts:
+    for number, part in enumerate(parts):
         policies = [info.policy for info in part]
-        assert policies[:3] == ["sync"] * min(3, len(part))
+        # A wire says that the link is slow.
+        first = "sync" if number or wire == "float32" else "cadence"
+        assert policies[:3] == [first] * min(3, len(part))
     reasons = [results[2]["states"][str(part[-1].round)]["choice"]["reason"] for part in parts[::2]]
     assert not [reason for reason in reasons if "not measured" in reason]
     assert {info.policy for part in parts[2::2] for info in part} == {"sync", "cadence"}
