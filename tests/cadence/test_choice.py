@@ -12,6 +12,7 @@ import pytest
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
 from jaxche.cadence._choice import Costs, more_steps, options
+from jaxche.cadence._tuners import effective_ranks, shared_worth
 
 BATCH = 16
 
@@ -253,6 +254,17 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     assert beside.progress / waiting.progress == pytest.approx(
         (173.2 + 30) / 173.2 * (1 + 173.2 / 1e3) / (1 + 60 / 1e3) * 0.92 / (1 + 0.5 * 60 / 1e3), rel=1e-3
     )
+    # So it is for steps that share a batch, with their own τ.
+    speed, rows = 1 / np.array([20, 20, 40, 80]), shares.cuts(BATCH)[1].rows
+    tau, beside_costs = 1e3 / more_steps(speed, 1), costs._replace(overlap=0.5)
+    (shared,) = (
+        one
+        for one in options(shares, shares.cuts(BATCH), BATCH, beside_costs, shared=1)
+        if one.joined and one.policy is ApplyPolicy.CADENCE
+    )
+    assert shared.round_ms == pytest.approx(60.0)
+    worth = shared_worth(60.0, tau, effective_ranks(rows)) * beside_costs.worth(60.0, tau)
+    assert shared.progress == pytest.approx(20.0 / shares.cuts(BATCH)[1].ms * worth)
     now = Choice(ApplyPolicy.CADENCE, 1)
     told = [choose(now, shares, replace(che, overlap=part), BATCH, 10).reason for part in (0.0, 0.5)]
     assert told[0] != told[1]
