@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def standard_error(losses: list[float]) -> str:
-    """Of their mean; a single one has none."""
+    """The standard error of the mean of these losses; a dash for a single loss."""
     return f"{statistics.stdev(losses) / len(losses) ** 0.5:.4f}" if len(losses) > 1 else "-"
 
 

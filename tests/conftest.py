@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import socket
 import struct
 import threading
@@ -19,7 +20,6 @@ import numpy as np
 import optax
 import pytest
 from jax._src import compilation_cache
-from jax._src.interpreters import mlir
 
 import jaxche
 from jaxche.reports import RoundInfo
@@ -72,18 +72,6 @@ def share_programs():
     compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
 
 
-def share_contexts():
-    """The modules of a thread are lowered in one MLIR context: to load its dialects takes as long as a small module."""
-    make, own = mlir.make_ir_context, threading.local()
-
-    def context():
-        if not hasattr(own, "context"):
-            own.context = make()
-        return own.context
-
-    mlir.make_ir_context = context
-
-
 jax.config.update("jax_num_cpu_devices", DEVICES)
 _PLATFORMS = os.environ.get("JAX_PLATFORMS", "cpu").split(",")
 # An accelerator is named first: it computes what is on one device, and meshes are of fake devices all the same, because
@@ -94,7 +82,7 @@ if _PLATFORMS[0] != "cpu" and "cpu" in _PLATFORMS:
 if jax.config.jax_platforms == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*PLAIN_CODE, os.environ.get("XLA_FLAGS", "")]).strip()
     share_programs()
-    share_contexts()
+    runpy.run_path(str(Path(__file__).with_name("mlir_contexts.py")))["share_contexts"]()
 # The compiled programs of one test serve the next, also those that took no time: eager operations and small steps are
 # compiled again and again, in every module and in every process a test starts. Child processes find the same cache.
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))

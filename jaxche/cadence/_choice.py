@@ -160,8 +160,8 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     R = T / (T + max(0, C - f T)) is the share of the time that is not spent on merges, f the part of a round that runs
-    beside one, and D = 0.92 / (1 + f T / τ) what such steps are worth, 1 without them. Replicas that
-    share k batches in each step take ρ times as many steps in the same time, in the mean square over batches:
+    beside one, and D = 0.92 / (1 + f T / τ) what such steps are worth, 1 without them. Replicas that share
+    k batches in each step take ρ times as many steps in the same time, in the mean square over batches:
     ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make more
     progress than all on whole batches.
 

@@ -80,7 +80,7 @@ class Merge:
         packed = () if replica_mesh.inner else rules.packed(local.opt_state)
         self._packings = packings({name: trees[name] for name in packed})
         # The leaves of the optimizer state that a reset leaves to the replica.
-        self._kept = are_accumulators(local.opt_state) if opt_state == "reset" else []
+        self._kept = are_accumulators(local.opt_state) if opt_state == "reset" and average == "parameters" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
             program,

@@ -101,9 +101,7 @@ class Rounds:
         self._engine = self._local_engine = engine
         self._engines = [engine]
         if settings.chooses:  # the programs of exact sync beside those of local steps
-            # Merged gradients leave the optimizer's state as it is; with a wire its rounding errors stay too.
-            kept = "local" if settings.opt_state == "reset" else settings.opt_state
-            sync = replace(settings, average="gradients", merge="steps", opt_state=kept, overlap=0.0)
+            sync = replace(settings, average="gradients", merge="steps", overlap=0.0)
             self._sync_engine = PreparedEngine(sync, readers)
             self._engines.append(self._sync_engine)
         self._metric_programs: list[Any] = []  # of the last evaluations

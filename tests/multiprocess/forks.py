@@ -132,27 +132,13 @@ def answer(calls, call, files):
         os._exit(code)
 
 
-def share_contexts():
-    """The modules of a thread are lowered in one MLIR context: to load its dialects takes as long as a small module."""
-    from jax._src.interpreters import mlir
-
-    make, own = mlir.make_ir_context, threading.local()
-
-    def context():
-        if not hasattr(own, "context"):
-            own.context = make()
-        return own.context
-
-    mlir.make_ir_context = context
-
-
 def main(number):
     import orbax.checkpoint  # noqa: F401
 
     import jaxche
 
     assert jaxche.Trainer  # is imported by its first use
-    share_contexts()
+    runpy.run_path(str(Path(__file__).parents[1] / "mlir_contexts.py"))["share_contexts"]()
     # What is imported stays: the garbage collector of a fork does not visit it.
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)

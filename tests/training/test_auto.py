@@ -115,10 +115,11 @@ def alternate(monkeypatch):
     ("tx", "options"),
     [
         (optax.MultiSteps(optax.adam(0.05), 4), {}),
+        (optax.MultiSteps(optax.adam(0.05), 4), {"opt_state": "reset"}),
         (optax.adam(0.05), {"opt_state": "local"}),
         (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(0.05)), {}),
     ],
-    ids=["accumulates", "local moments", "random keys"],
+    ids=["accumulates", "accumulates, reset moments", "local moments", "random keys"],
 )
 def test_exact_sync_after_local_steps_has_one_optimizer_state(problem, devices, monkeypatch, same, tx, options):
     alternate(monkeypatch)
