@@ -5,9 +5,10 @@ from jaxche.data._batches import Feed as Feed
 from jaxche.data._batches import Key as Key
 from jaxche.data._batches import SequenceReader as SequenceReader
 from jaxche.data._batches import Threads as Threads
+from jaxche.data._batches import called_now as called_now
 from jaxche.data._batches import checked_length as checked_length
-from jaxche.data._batches import non_finite_leaves as non_finite_leaves
 from jaxche.data._batches import reading as reading
+from jaxche.data._checks import non_finite_leaves as non_finite_leaves
 from jaxche.data._iterator_state import from_json as from_json
 from jaxche.data._iterator_state import to_json as to_json
 from jaxche.data._reader import Reader as Reader

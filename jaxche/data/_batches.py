@@ -1,9 +1,10 @@
-"""Data as a sequence of batches: arrays in memory, checks of data, and a reader that prefetches."""
+"""Data as a sequence of batches: arrays in memory, and a reader that prefetches."""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
+from jaxche.data._checks import is_nondeterministic, refuse_other_length
 from jaxche.messages import brief, short_traceback
 from jaxche.sharding import batch_size
 
@@ -80,43 +82,6 @@ def checked_length(data: Any) -> int:
     return len(data)
 
 
-def refuse_other_length(epoch: int, length: int, size: int) -> None:
-    """Refuse an epoch whose number of batches is not ``size``."""
-    if length != size:
-        raise ValueError(
-            f"data.epoch({epoch}) has {length} batches, but len(data) is {size}; every epoch must have len(data) "
-            f"batches. Cut or fill the epochs, or train each in its own fit: trainer.fit(state, data.epoch({epoch}))"
-        )
-
-
-def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size: int, data: Any) -> bool:
-    """Whether a second read of the batch ``first`` differs; refuses it if no array identifies its examples.
-
-    ``read(index)`` reads a batch of the epoch, which has ``size`` batches.
-    """
-    first, second = _leaves(first), _leaves(read(index))
-    if first.keys() == second.keys() and all(_equal(x, second[name]) for name, x in first.items()):
-        return False
-    # Constant arrays identify the examples, as labels do when images are augmented, unless all batches have the same.
-    reads = second, _leaves(read(index))
-    constant = {name: x for name, x in first.items() if all(name in tree and _close(x, tree[name]) for tree in reads)}
-    if constant and size == 1:
-        return True
-    # Neighbours may have the same labels, if data is sorted by class.
-    for step in (1, size // 2, size - 1) if constant else ():
-        other = _leaves(read((index + step) % size))
-        if any(name not in other or not _close(x, other[name]) for name, x in constant.items()):
-            return True
-    held = [name for name, value in getattr(data, "__dict__", {}).items() if isinstance(value, Iterator)]
-    source = f"its iterator {held[0]}" if held else "an iterator"
-    raise ValueError(
-        f"data[{index}] is not the same when it is read again, and no array identifies its examples; the trainer reads "
-        f"batches by their index, some of them twice. If data[i] returns the next batch of {source} and ignores i, "
-        "read all first: data = list(iterator), or pass the arrays: jaxche.Batches(arrays, batch_size=32). "
-        "If data[i] augments examples at random, seed it with the index: rng = np.random.default_rng((seed, i))"
-    )
-
-
 def reading(sequence: Any) -> Callable[[int], Any]:
     """A function that reads a batch; it copies the arrays of sources that may read the next batch into them."""
     if type(sequence) in (Batches, list, tuple):
@@ -135,43 +100,7 @@ def reading(sequence: Any) -> Callable[[int], Any]:
     return read
 
 
-def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
-    """The leaves of a batch with values that are NaN or infinite, and the first row of each."""
-    found = []
-    for name, leaf in _leaves(batch).items():
-        x = _on_host(leaf)
-        if x.dtype.kind in "fc" and not (finite := np.isfinite(x)).all():
-            row = int(np.flatnonzero(~finite.reshape(len(x), -1).all(1))[0])
-            kind = "NaN" if np.isnan(x).any() else "infinity"
-            found.append(f"{kind} in {name.lstrip('.') or 'the array'} of batch {key[1]} of epoch {key[0]} (row {row})")
-    return found
-
-
-def _leaves(batch: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    x, y = _on_host(x), _on_host(y)
-    return x.shape == y.shape and x.dtype == y.dtype and bool(np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"))
-
-
-def _close(x: Any, y: Any) -> bool:
-    """Equal up to rounding, which may differ between reads in a pipeline of several threads."""
-    if _equal(x, y):
-        return True
-    x, y = _on_host(x), _on_host(y)
-    return x.shape == y.shape and x.dtype.kind == "f" == y.dtype.kind and np.allclose(x, y, equal_nan=True)
-
-
-def _on_host(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
-
-
 def _is_key(x: Any) -> bool:
-    """Whether x is an array of random keys, which NumPy does not have."""
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -288,6 +217,16 @@ class Threads(ThreadPoolExecutor):
         return super().submit(call)
 
 
+def called_now(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """A call that is made now, in the form of one that :class:`Threads` make."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
@@ -306,16 +245,30 @@ class BatchReader(Protocol):
     def stop(self) -> None: ...
 
 
+# A batch of so many bytes is copied while another thread wakes up.
+_SMALL_BYTES = 1 << 20
+
+
+def _is_at_hand(data: Any) -> bool:
+    """Whether a batch takes no longer to read than another thread takes to wake up."""
+    if type(data) is not Batches:
+        return type(data) in (list, tuple)
+    arrays = jax.tree.leaves(data.arrays)
+    if not all(isinstance(x, np.ndarray | jax.Array) and not isinstance(x, np.memmap) for x in arrays):
+        return False
+    return data.batch_size * sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays) <= _SMALL_BYTES
+
+
 class SequenceReader:
-    """Prefetches ``depth`` batches per replica on one background thread.
+    """Reads batches ahead on one background thread, ``depth`` per replica, or at once if they are at hand.
 
     So devices do not wait for NumPy, and user code is not called from two threads at once. ``nondeterministic`` is
     whether reads of one batch differ; None before the first read.
     """
 
-    def __init__(self, data: Any, depth: int = 4):
+    def __init__(self, data: Any, depth: int = 8):
         self.data = data
-        self.depth = depth
+        self.depth = 0 if _is_at_hand(data) else depth
         self._pool = Threads(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
         self._uses: collections.Counter[Key] = collections.Counter()
@@ -406,7 +359,7 @@ class SequenceReader:
 
     def request(self, key: Key) -> None:
         if key not in self._ready:
-            self._ready[key] = self._pool.submit(self.load, key)
+            self._ready[key] = self._pool.submit(self.load, key) if self.depth else called_now(self.load, key)
 
     def take(self, key: Key) -> Any:
         """The batch; it stays ready while other pieces of it are to be taken."""
@@ -473,7 +426,11 @@ class Feed:
                 return
             joined = join_pieces(step, self._reader.take, self.divides)
             self.divided += len(joined) > 1
-            self.request(position + self._reader.depth)
+            # Half of them at once: to wake a thread up takes as long as to read a small batch.
+            half = self._reader.depth // 2
+            if half and position % half == 0:
+                for later in range(position + half, position + self._reader.depth):
+                    self.request(later)
             for left, (batch, self.taken) in zip(reversed(range(len(joined))), joined, strict=True):
                 self.ends_step = left == 0
                 yield batch
@@ -512,7 +469,7 @@ def _join(parts: Sequence[tuple[Any, list[tuple[Key, slice]]]]) -> tuple[Any, li
 
 
 def _row_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {name: np.shape(x)[1:] for name, x in _leaves(batch).items()}
+    return {jax.tree_util.keystr(path): np.shape(x)[1:] for path, x in jax.tree.leaves_with_path(batch)}
 
 
 def _unlike(first: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> ValueError:

@@ -78,7 +78,7 @@ class Merge:
         trees = local._asdict() | {"grads": local.params, "counts": counts_of(local.opt_state)}
         # Arrays of a sharded replica have several layouts.
         packed = () if replica_mesh.inner else rules.packed(local.opt_state)
-        self._packings = packings({name: trees[name] for name in packed})
+        self._packings = packings({name: trees[name] for name in packed}, replica_mesh.small_bytes)
         # The leaves of the optimizer state that a reset leaves to the replica.
         self._kept = are_accumulators(local.opt_state) if opt_state == "reset" and average == "parameters" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import is_float, sum_dtype
-from jaxche.data import Threads
+from jaxche.data import Threads, called_now
 from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._programs import Carry, LocalState
@@ -194,17 +194,8 @@ class OverlappedMerge:
             merged = self._merge(starts, carries if self._pool else _copied(carries), rows)
             return merged, 1e3 * (time.perf_counter() - clock)
 
-        self._last = _future(merge, self._pool)
+        self._last = called_now(merge) if self._pool is None else self._pool.submit(merge)
         return MergeInFlight(wall_ms, cost_ms, self._last)
-
-
-def _future(function: Callable[[], Any], pool: Threads | None) -> Future[Any]:
-    """The result of a call in the pool, or of a call now."""
-    if pool is not None:
-        return pool.submit(function)
-    finished: Future[Any] = Future()
-    finished.set_result(function())
-    return finished
 
 
 def _copied(carries: Sequence[Carry]) -> list[Carry]:

@@ -1,4 +1,4 @@
-"""Small arrays of a tree in one vector for each dtype: an array takes Python as long as copying 64 KiB does.
+"""Small arrays of a tree in one vector for each dtype: each array takes time to dispatch, and to copy to the host.
 
 Counts stay arrays, so that the counts of a packed optimizer state are those of the state, in their order.
 """
@@ -18,8 +18,9 @@ from jax import lax
 
 from jaxche.replicas._schedule_counts import is_count
 
-# An array of at most so many bytes is small.
-_SMALL_BYTES = 64 * 1024
+# An array of at most so many bytes is small: Python takes as long for it as for copying them. If accelerators merge on
+# the host, an array takes some 0.3 ms to be copied there and back (measured on an H100), as long as these bytes take.
+SMALL_BYTES, SMALL_BYTES_TO_HOST = 1 << 16, 1 << 21
 # Fewer small arrays are not worth the programs that pack and unpack them.
 _FEWEST = 16
 
@@ -34,14 +35,15 @@ class Packed(NamedTuple):
 class Packing:
     """How trees like this one are packed; arrays have a leading replica axis.
 
-    Nothing else decides, so trees of the same shapes and dtypes are packed alike in every process and by every merge.
+    Nothing else decides but ``small_bytes``, so trees of the same shapes and dtypes are packed alike in every process.
     """
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: Any, small_bytes: int = SMALL_BYTES):
+        self.small_bytes = small_bytes
         leaves, self._treedef = jax.tree.flatten(tree)
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
-            if _is_small(leaf):
+            if _is_small(leaf, small_bytes):
                 groups.setdefault(leaf.dtype, []).append(i)
         self._groups = list(groups.values())
         small = {i for group in self._groups for i in group}
@@ -86,9 +88,9 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def packings(named: Mapping[str, Any]) -> dict[str, Packing]:
+def packings(named: Mapping[str, Any], small_bytes: int = SMALL_BYTES) -> dict[str, Packing]:
     """The packings of those named trees that have many small arrays."""
-    made = {name: Packing(tree) for name, tree in named.items()}
+    made = {name: Packing(tree, small_bytes) for name, tree in named.items()}
     return {name: packing for name, packing in made.items() if packing.is_worth_it}
 
 
@@ -98,25 +100,29 @@ class Deferred:
     Most rounds need only the packed form, and making hundreds of arrays takes as long as the rest of a merge.
     """
 
-    def __init__(self, make: Callable[[], Any], packed: Packed | None = None):
-        self.packed, self._make = packed, make
+    def __init__(self, make: Callable[[], Any], packed: Packed | None = None, small_bytes: int = SMALL_BYTES):
+        self.packed, self._make, self._small_bytes = packed, make, small_bytes
 
     @functools.cached_property
     def tree(self) -> Any:
         """The tree."""
         return self._make()
 
+    def packed_by(self, packing: Packing) -> Packed | None:
+        """Its packed form, if this is how it is packed."""
+        return self.packed if packing.small_bytes == self._small_bytes else None
+
     @classmethod
     def of(cls, packing: Packing, packed: Packed) -> Deferred:
         """The tree of this packed form."""
-        return cls(functools.partial(packing.unpack_now, packed), packed)
+        return cls(functools.partial(packing.unpack_now, packed), packed, packing.small_bytes)
 
 
-def _is_small(leaf: Any) -> bool:
+def _is_small(leaf: Any, small_bytes: int) -> bool:
     # A key cannot be joined, and a weakly typed array would lose that.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or getattr(leaf, "weak_type", False) or is_count(leaf):
         return False
-    return math.prod(leaf.shape[1:]) * leaf.dtype.itemsize <= _SMALL_BYTES
+    return math.prod(leaf.shape[1:]) * leaf.dtype.itemsize <= small_bytes
 
 
 @jax.jit

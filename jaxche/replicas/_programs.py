@@ -153,8 +153,8 @@ class LocalState(_Trees):
         """The trees that have a packing, packed."""
         given = dict(zip(self._fields, self, strict=True))
         return {
-            name: tree.packed
-            if isinstance(tree := given[name], Deferred) and tree.packed is not None
+            name: packed
+            if isinstance(tree := given[name], Deferred) and (packed := tree.packed_by(packing)) is not None
             else packing.pack(getattr(self, name))
             for name, packing in packings.items()
         }

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.distributed import Group
+from jaxche.replicas._packing import SMALL_BYTES, SMALL_BYTES_TO_HOST
 from jaxche.replicas._placement import DevicePlacement, Placement, is_local
 
 AXIS = "replica"
@@ -43,7 +44,11 @@ class ReplicaMesh:
             placement.devices if self._direct else placement.devices.reshape(-1, width)[:1] for placement in placements
         ]
         homes = _local_devices(rows)
+        # The size up to which arrays merge joined.
+        self.small_bytes = SMALL_BYTES
         if host:
+            if any(device.platform != "cpu" for row in rows for device in row.flat):
+                self.small_bytes = SMALL_BYTES_TO_HOST
             rows = _host_devices(rows)
         rows = [group.with_connections(row) for row in rows]
         # The specs of a sharded replica name its inner axes, also if one of its devices is in the mesh.

@@ -168,7 +168,8 @@ class PreparedEngine(Engine):
         solo, packed = len(self._settings.placements) == 1, {}
         if not (solo or self._replica_mesh.inner or self._settings.overlap or self._settings.wire != "float32"):
             trees = local._asdict() | {"grads": local.params}
-            packed = packings({name: trees[name] for name in self._rules.packed(local.opt_state)})
+            names = self._rules.packed(local.opt_state)
+            packed = packings({name: trees[name] for name in names}, self._replica_mesh.small_bytes)
 
         made: list[LocalPrograms] = []
 

@@ -194,6 +194,68 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
     reader.close()
 
 
+class Slow(list):
+    """Batches that notes which are read, in order."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.reads = []
+
+    def __getitem__(self, i):
+        self.reads.append(i)
+        return super().__getitem__(i)
+
+
+def test_the_reader_is_woken_for_half_of_what_it_reads_ahead():
+    data = Slow(range(40))
+    reader = SequenceReader(data)
+    reader.nondeterministic = False
+    (feed,) = reader.start([whole(range(40))])
+    ahead, batches = [], iter(feed)
+    for batch in range(14):
+        assert next(batches) == batch
+        reader.wait()
+        ahead.append(len(data.reads) - 1 - batch)
+    assert ahead == [7, 6, 5, 4, 7, 6, 5, 4, 7, 6, 5, 4, 7, 6]
+    assert data.reads == sorted(set(data.reads))
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "at_hand"),
+    [
+        ([np.zeros((4, 1 << 20), np.uint8)] * 3, True),
+        (tuple(range(3)), True),
+        (jaxche.Batches({"x": np.zeros((12, 1 << 18), np.uint8)}, batch_size=4), True),
+        (jaxche.Batches({"x": np.zeros((12, 1 << 18), np.uint8), "y": np.zeros(12)}, batch_size=4), False),
+        (jaxche.Batches(jax.random.split(jax.random.key(0), 6), batch_size=2), True),
+        (jaxche.Batches(np.zeros((6, 2)).view(np.memmap), batch_size=2), False),
+        (Slow(range(3)), False),
+    ],
+    ids=["list", "tuple", "small", "large", "keys", "on disk", "other"],
+)
+def test_batches_at_hand_are_read_when_they_are_taken(data, at_hand):
+    threads, reader = [], SequenceReader(data)
+    load = reader.load
+    reader.load = lambda key: (threads.append(threading.current_thread().name), load(key))[1]
+    reader.prefetch([[(0, 0), (0, 1)]])
+    assert bool(reader._ready) != at_hand
+    first, second = iter(reader.start([whole([0, 2])])[0]), iter(reader.start([whole([1])])[0])
+    assert len([next(first), next(second), next(first)]) == 3
+    assert (set(threads) == {threading.current_thread().name}) == at_hand
+    reader.close()
+
+
+def test_a_batch_at_hand_that_two_replicas_share_is_read_once():
+    reader = SequenceReader([np.arange(6)])
+    load, reads = reader.load, []
+    reader.load = lambda key: (reads.append(key), load(key))[1]
+    feeds = reader.start([[[Piece((0, 0), 0, 2, 6)]], [[Piece((0, 0), 2, 6, 6)]]])
+    assert [next(iter(feed)).tolist() for feed in feeds] == [[0, 1], [2, 3, 4, 5]]
+    assert reads == [(0, 0)]
+    reader.close()
+
+
 def test_an_error_of_the_data_reaches_whoever_takes_the_batch():
     reader = SequenceReader([1])
     (feed,) = reader.start([whole([0, 1])])

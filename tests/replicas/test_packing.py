@@ -69,6 +69,24 @@ def test_trees_of_few_arrays_are_not_packed():
     assert list(packings({"few": few, "many": many, "large": [jnp.ones((1, 1 << 15))] * 20})) == ["many"]
 
 
+def test_larger_arrays_are_joined_on_their_way_from_accelerators_to_the_host(same):
+    tree = {f"w{i}": array((1 << 15,), "float32", i) for i in range(20)}
+    (packing,) = packings({"params": tree}, _packing.SMALL_BYTES_TO_HOST).values()
+    packed = packing.pack(tree)
+    assert [x.shape for x in packed.vectors] == [(1, 20 << 15)]
+    assert not packed.others
+    same(packing.unpack_now(packed), tree)
+    assert not packings({"params": {name: jnp.ones((1, (1 << 19) + 1)) for name in tree}}, 1 << 21)
+
+
+def test_a_state_that_was_packed_for_other_merges_is_packed_again(same):
+    tree = {f"w{i}": array((1 << 15,) if i % 2 else (2,), "float32", i) for i in range(40)}
+    small, large = (Packing(tree, size) for size in (_packing.SMALL_BYTES, _packing.SMALL_BYTES_TO_HOST))
+    local = LocalState(Deferred.of(small, small.pack(tree)), (), (), ())
+    assert local.packed({"params": small})["params"] is local[0].packed
+    same(local.packed({"params": large})["params"], large.pack(tree))
+
+
 def test_counts_of_a_packed_state_are_those_of_the_state(same):
     tx = optax.chain(optax.adam(optax.linear_schedule(0.1, 0.0, 5)), optax.ema(0.9))
     state = jax.tree.map(lambda x: x[None], tx.init({f"w{i}": jnp.ones(2) for i in range(20)}))
