@@ -42,11 +42,11 @@ class MergeInFlight:
 
     Attributes:
       wall_ms: duration of the steps of its round.
-      cost_ms: its own duration on the clock of a virtual fleet.
+      cost_ms: its own duration on the clock of a virtual fleet, or None if its time is measured.
     """
 
     wall_ms: float
-    cost_ms: float
+    cost_ms: float | None
     _finished: Future[tuple[Merged, float]]
 
     @property
@@ -65,8 +65,8 @@ class MergeInFlight:
 
     @property
     def duration_ms(self) -> float:
-        """How long it took in this process; waits for its end."""
-        return self._finished.result()[1]
+        """How long it took, in this process if that is measured; waits for its end then."""
+        return self._finished.result()[1] if self.cost_ms is None else self.cost_ms
 
 
 class Correction(NamedTuple):
@@ -184,7 +184,12 @@ class OverlappedMerge:
         return Merged(tuple(map(_snapshot, starts, carries, parts)), table, unknown)
 
     def start(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, wall_ms: float, cost_ms: float
+        self,
+        starts: Sequence[LocalState],
+        carries: Sequence[Carry],
+        rows: np.ndarray,
+        wall_ms: float,
+        cost_ms: float | None,
     ) -> MergeInFlight:
         """Begin to merge; the arguments are those of :meth:`exchange`, and of :class:`MergeInFlight`."""
 

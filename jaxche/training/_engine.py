@@ -421,7 +421,12 @@ class Engine:
         return exchanged if in_flight is None else in_flight.seen_by(exchanged)
 
     def start_merge(
-        self, planned: PlannedRound, results: Sequence[LocalResult], rows: np.ndarray, wall_ms: float, cost_ms: float
+        self,
+        planned: PlannedRound,
+        results: Sequence[LocalResult],
+        rows: np.ndarray,
+        wall_ms: float,
+        cost_ms: float | None,
     ) -> MergeInFlight:
         """Begin to merge the local replicas with those of all processes; see :class:`MergeInFlight` for the times."""
         carries = [result.carry for result in results]

@@ -287,7 +287,7 @@ class RoundTimes(NamedTuple):
     Attributes:
       sync_ms: the time that its merge added to it.
       hidden_ms: the time that the merge of the round before it took beside its steps.
-      merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
+      merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else None.
       group_ms: the time that the merges within groups added to it.
       clock_ms: the time of all rounds so far, equal in all processes.
       clock_merge_ms: the part of it that stands for the last merge.
@@ -295,7 +295,7 @@ class RoundTimes(NamedTuple):
 
     sync_ms: float
     hidden_ms: float = 0.0
-    merge_ms: float = 0.0
+    merge_ms: float | None = None
     group_ms: float = 0.0
     clock_ms: float = 0.0
     clock_merge_ms: float = 0.0
@@ -327,14 +327,14 @@ def round_times(
 
     ``batch_size`` is the number of examples in a whole batch, and ``sent_bytes`` what a replica sends in the merge.
     """
-    in_flight, merge_ms = planned.state.in_flight, 0.0
+    in_flight, merge_ms = planned.state.in_flight, None
+    duration_ms = in_flight.duration_ms if in_flight else 0.0
     if fleet is None:
         # Replicas start a round together: the time beyond the slowest replica is that of the merge.
         sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
-        duration_ms = in_flight.duration_ms if in_flight else 0.0
     else:
         table, merge_ms = _fleet_times(fleet, planned, table, batch_size, sent_bytes)
-        sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
+        sync_ms = merge_ms
         if planned.overlap:
             overlapped = tuple(map(min, planned.overlapped, table.counts))
             sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0

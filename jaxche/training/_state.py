@@ -104,8 +104,16 @@ class TrainerState:
                 f"the merge of round {self.round - 1} made parameters NaN or infinite, and those of the replicas were "
                 "finite; try a smaller step of outer="
             )
-        clock_ms = self.clock_ms + self.in_flight.cost_ms
-        return replace(self, local_states=merged.local_states, in_flight=None, clock_ms=clock_ms)
+        # No step has hidden it: the next round reports it as a merge that was waited for.
+        known_ms = self.in_flight.cost_ms or 0.0
+        return replace(
+            self,
+            local_states=merged.local_states,
+            in_flight=None,
+            sync_ms=self.sync_ms + self.in_flight.duration_ms,
+            clock_ms=self.clock_ms + known_ms,
+            clock_merge_ms=self.clock_merge_ms + known_ms,
+        )
 
     def __copy__(self) -> TrainerState:
         return replace(self)

@@ -205,6 +205,17 @@ def test_checkpoints_after_every_round_leave_nothing_to_overlap(make, data, tmp_
     assert ("write trainer.fit(..., checkpoint_every=" in caplog.text) is is_warned
 
 
+@pytest.mark.parametrize("fleet", [jaxche.VirtualFleet([20, 40], sync_ms=30.0), None], ids=["virtual", "measured"])
+def test_a_merge_that_was_waited_for_is_reported_as_such(make, data, fleet):
+    one = make(fleet=fleet)
+    state, _ = one.round(one.init(jnp.zeros(3)), data, counts=(4, 2))
+    merged = state.merged()
+    took_ms = state.in_flight.duration_ms
+    assert took_ms == 30.0 if fleet else took_ms > 0
+    assert merged.sync_ms == state.sync_ms + took_ms
+    assert merged.clock_ms - state.clock_ms == merged.clock_merge_ms - state.clock_merge_ms == (30.0 if fleet else 0.0)
+
+
 @pytest.mark.slow
 def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, same, close):
     one = make()

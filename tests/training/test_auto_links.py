@@ -188,3 +188,15 @@ def test_wire_auto_keeps_the_relative_time_of_merges(trainer, large):
 def test_wire_auto_needs_a_link_on_a_virtual_clock(trainer):
     with pytest.raises(ValueError, match="without link_mbit= they cost the same"):
         trainer(link={"sync_ms": 5.0}, wire="auto")
+
+
+def test_merges_that_checkpoints_wait_for_are_measured_too(trainer, large, tmp_path):
+    one = trainer(overlap=0.5, wire="int4")
+    state, history = fit(one, large, checkpoints=Checkpoints(tmp_path, every=1))
+    assert state.choice.since > 0
+    merge_ms = one._settings.fleet.merge_ms(one._local_engine.sent_bytes)
+    assert state.che.sync_samples == pytest.approx([merge_ms] * len(state.che.sync_samples))
+    assert not any(info.overlapped for info in history)
+    assert history[-1].clock_ms == pytest.approx(
+        sum(max(info.wall_ms) for info in history) + merge_ms * len(history[:-1])
+    )
