@@ -288,6 +288,24 @@ def shared_round_ms(che: CadenceState, rows: Sequence[float]) -> float:
     return min(best, 2 * che.round_ms)  # which grows step by step
 
 
+def shared_steps(che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf) -> int:
+    """The steps that share batches in a round of at most ``most_ms``, each rank with so many rows of a step.
+
+    Whole steps run beside a merge, ⌊f n⌋ of n: with overlap it is the n with the most progress, at most twice as many.
+    """
+    number = max(1, round(min(shared_round_ms(che, rows), most_ms) / step_ms))
+    if not (che.overlap and che.sync_samples and che.travel_samples):
+        return number
+    sync, fast = middle(che.sync_samples), min(ms for ms in che.ms_per_batch if ms)
+    tau, replicas = che.half_life * half_life_ms(middle(che.travel_samples), fast), effective_ranks(rows)
+
+    def progress(n: int) -> float:
+        wall, waited = n * step_ms, max(0.0, sync - int(che.overlap * n) * step_ms)
+        return wall / (wall + waited) * shared_worth(wall, tau, replicas) / (1 + che.overlap * wall / tau)
+
+    return max(range(1, max(2 * number, math.ceil(1 / che.overlap)) + 1), key=progress)
+
+
 def effective_ranks(speeds: Sequence[float] | np.ndarray) -> float:
     """The number of ranks of equal speed whose mean is as noisy, (Σ v)² / Σ v²."""
     v = np.asarray(speeds, np.float64)

@@ -17,7 +17,7 @@ from jaxche.cadence import (
     choose,
     clamp_counts,
     limit_lead,
-    shared_round_ms,
+    shared_steps,
     split_by_ratio,
 )
 from jaxche.data import Key, Reader
@@ -232,10 +232,9 @@ def _steps_of_shares(state: TrainerState, shares: RowShares, rules: PlanRules) -
     """The steps of all ranks, each on joined batches, in a round of the best length for such steps."""
     if state.che is None or not shares.is_measured:
         return 1
-    length_ms = shared_round_ms(state.che, shares.rows)
-    if rules.policy is ApplyPolicy.ASYNC:  # which lowers the anchor while replicas drift apart
-        length_ms = min(length_ms, state.che.anchor_wall_ms)
-    return max(1, round(length_ms / max(shares.times())))
+    # Asynchronous rounds have a lower anchor while replicas drift apart.
+    most_ms = state.che.anchor_wall_ms if rules.policy is ApplyPolicy.ASYNC else math.inf
+    return shared_steps(state.che, shares.rows, max(shares.times()), most_ms)
 
 
 def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:

@@ -14,6 +14,7 @@ from jaxche.cadence._tuners import (
     half_life_ms,
     progress_anchor,
     shared_round_ms,
+    shared_steps,
     shared_worth,
 )
 
@@ -156,6 +157,28 @@ def test_more_replicas_share_batches_in_shorter_rounds():
     assert shared_round_ms(jaxche.ElChe(2, 1, tuner="progress"), (8, 8)) == 0.0
     grouped = replace(che, half_life=4.0)
     assert two < shared_round_ms(grouped, (8, 8)) == pytest.approx(min(2 * che.round_ms, two * 4 ** (2 / 3)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sync_ms", "overlap", "steps"),
+    # Of two steps one runs beside a merge, of one step none.
+    [(5.0, 0.5, 2), (14.0, 0.5, 2), (20.0, 0.5, 4), (0.2, 0.5, 1), (5.0, 0.3, 4), (5.0, 0.0, 3), (0.2, 0.0, 1)],
+)
+def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, steps):
+    che, rows, step_ms = run((20.0, 50.0), sync_ms, 1000.0)[0], (11, 5), 14.3
+    che = replace(che, overlap=overlap, round_ms=1e3)
+    assert shared_steps(che, rows, step_ms) == steps
+    if overlap:
+        tau = half_life_ms(1000.0, 20.0)
+
+        def lost(n):
+            beside = math.floor(overlap * n) * step_ms
+            worth = shared_worth(n * step_ms, tau, 16**2 / 146) / (1 + overlap * n * step_ms / tau)
+            return (n * step_ms + max(0.0, sync_ms - beside)) / (n * step_ms) / worth
+
+        assert steps == min(range(1, 40), key=lost)
+    elif steps > 2:
+        assert shared_steps(che, rows, step_ms, most_ms=2 * step_ms) == 2
 
 
 def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():

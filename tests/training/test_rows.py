@@ -408,6 +408,16 @@ def test_on_islands_batches_of_unlike_shapes_are_refused_with_the_line(devices, 
     assert state.epoch == 1
 
 
+def test_steps_that_share_batches_have_others_beside_their_merge(problem, devices):
+    fleet = jaxche.VirtualFleet([20, 50], sync_ms=5.0)
+    one = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:2], fleet=fleet, rows="speed", overlap=0.5)
+    _, history = fit(one, problem, epochs=10)
+    late = [info for info in history[len(history) // 2 :] if info.shares]
+    hidden = [info for info in late if info.overlapped and min(info.overlapped) >= 1]
+    assert len(hidden) > 0.9 * len(late) > 4
+    assert {(info.sync_ms, info.hidden_ms) for info in hidden} == {(0.0, 5.0)}
+
+
 @pytest.mark.parametrize(
     ("fleet", "options"),
     [
