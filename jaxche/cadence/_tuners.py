@@ -282,10 +282,15 @@ def shared_round_ms(che: CadenceState, rows: Sequence[float]) -> float:
     """The length of a round whose local steps share batches, each rank with so many rows of a step."""
     if not (che.sync_samples and che.travel_samples and che.round_ms):
         return che.round_ms
-    sync, fast = middle(che.sync_samples), min(ms for ms in che.ms_per_batch if ms)
-    tau = che.half_life * half_life_ms(middle(che.travel_samples), fast)
+    sync, tau = _merge_and_half_life_ms(che)
     best = best_shared_ms(sync, tau, effective_ranks(rows), che.overlap)
     return min(best, 2 * che.round_ms)  # which grows step by step
+
+
+def _merge_and_half_life_ms(che: CadenceState) -> tuple[float, float]:
+    """The measured time of a merge, and the τ of local steps."""
+    fast = min(ms for ms in che.ms_per_batch if ms)
+    return middle(che.sync_samples), che.half_life * half_life_ms(middle(che.travel_samples), fast)
 
 
 def shared_steps(che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf) -> int:
@@ -296,8 +301,7 @@ def shared_steps(che: CadenceState, rows: Sequence[float], step_ms: float, most_
     number = max(1, round(min(shared_round_ms(che, rows), most_ms) / step_ms))
     if not (che.overlap and che.sync_samples and che.travel_samples):
         return number
-    sync, fast = middle(che.sync_samples), min(ms for ms in che.ms_per_batch if ms)
-    tau, replicas = che.half_life * half_life_ms(middle(che.travel_samples), fast), effective_ranks(rows)
+    (sync, tau), replicas = _merge_and_half_life_ms(che), effective_ranks(rows)
 
     def progress(n: int) -> float:
         wall, waited = n * step_ms, max(0.0, sync - int(che.overlap * n) * step_ms)
