@@ -214,6 +214,8 @@ class Bench:
         self.speeds = arm.devices(cell.speeds)
         fixed = cell.fixed_ms if len(self.speeds) > 1 else 0.0
         costs = {"sync_ms": cell.sync_ms, "group_sync_ms": arm.group_ms, "link_mbit": cell.link_mbit}
+        if not cell.link_mbit:
+            costs["exchange_ms"] = arm.exchange * cell.sync_ms
         self.fleet = jaxche.VirtualFleet(self.speeds, **costs, fixed_ms=fixed)
         self.tx = scheduled_adam()
         self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)

@@ -20,6 +20,7 @@ from jaxche.cadence._rounds import interleave as interleave
 from jaxche.cadence._rounds import split_by_ratio as split_by_ratio
 from jaxche.cadence._row_shares import RowShares as RowShares
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet
+from jaxche.cadence._tuners import exposed_ms as exposed_ms
 from jaxche.cadence._tuners import shared_steps as shared_steps
 from jaxche.cadence._wire_choice import AUTO_WIRES as AUTO_WIRES
 from jaxche.cadence._wire_choice import DEAR as DEAR

@@ -13,8 +13,10 @@ from jaxche.cadence._elche import ElChe
 from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import Cut, RowShares
 from jaxche.cadence._tuners import (
+    MergeCost,
     best_round_ms,
     best_shared_ms,
+    best_shared_steps,
     effective_ranks,
     half_life_ms,
     middle,
@@ -133,23 +135,22 @@ class Costs(NamedTuple):
 
     Attributes:
       sync_ms: a merge of exact sync.
-      local_ms: a merge of local steps.
+      local: a merge of local steps.
       tau_ms: round length τ at which local steps on whole batches make half of their progress.
-      overlap: the part of a round of local steps that runs beside the merge of the round before it.
     """
 
     sync_ms: float
-    local_ms: float
+    local: MergeCost
     tau_ms: float
-    overlap: float = 0.0
 
     def rate(self, round_ms: float) -> float:
-        """The share of the time in which replicas take local steps, T / (T + max(0, C - f T))."""
-        return round_ms / (round_ms + max(0.0, self.local_ms - self.overlap * round_ms))
+        """The share of the time in which replicas take local steps on whole batches, T / (T + C)."""
+        return round_ms / (round_ms + self.local.added_ms(round_ms))
 
     def worth(self, round_ms: float, tau_ms: float) -> float:
         """The progress of local steps beside merges, relative to steps that wait for them, 0.92 / (1 + f T / τ)."""
-        return _BESIDE / (1 + self.overlap * round_ms / tau_ms) if self.overlap else 1.0
+        overlap = self.local.overlap
+        return _BESIDE / (1 + overlap * round_ms / tau_ms) if overlap else 1.0
 
 
 def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: Costs, shared: int = 0) -> list[Option]:
@@ -159,11 +160,11 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     cadence:  0.93 k^0.75 / T_k · R D / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
     cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
-    R = T / (T + max(0, C - f T)) is the share of the time that is not spent on merges, f the part of a round that runs
-    beside one, and D = 0.92 / (1 + f T / τ) what such steps are worth, 1 without them. Replicas that share
-    k batches in each step take ρ times as many steps in the same time, in the mean square over batches:
-    ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make more
-    progress than all on whole batches.
+    R = T / (T + C) is the share of the time that is not spent on merges; with overlap C is what a merge adds, and
+    D = 0.92 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
+    Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
+    batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make
+    more progress than all on whole batches.
 
     Args:
       shares: the measured times.
@@ -187,8 +188,10 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     if shared:
         rows, wall = cuts[shared]
         alike, tau = effective_ranks(rows), costs.tau_ms / more_steps(speed, shared)
-        length = max(best_shared_ms(costs.local_ms, tau, alike, costs.overlap), wall)
-        rate = shared / wall * costs.rate(length)
+        number = max(1, round(best_shared_ms(costs.local, tau, alike) / wall))
+        number = best_shared_steps(number, costs.local, tau, alike, wall)
+        length = number * wall
+        rate = shared / wall * length / (length + costs.local.added_to([length], [number]))
         progress = shared ** (_AT_ONCE - 1) * rate * fast
         progress *= shared_worth(length, tau, alike) * costs.worth(length, tau)
         found.append(Option(ApplyPolicy.CADENCE, shared, every, progress, rate / speed.sum(), length))
@@ -197,8 +200,8 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     whole = []
     for m in range(1, world + 1):
         v = speed[order[:m]]
-        length = max(best_round_ms(costs.local_ms, costs.tau_ms, costs.overlap), fast)
-        length = length if m > 1 else alone_batches(costs.local_ms, fast) * fast
+        length = max(best_round_ms(costs.local, costs.tau_ms), fast)
+        length = length if m > 1 else alone_batches(costs.local.ms, fast) * fast
         rate = float(v.sum()) * costs.rate(length)
         worth = 1.0
         if m > 1:
@@ -259,7 +262,8 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     if shared and (now.joined or not local):  # measured while they share batches, or to be tried so
         fixed, slope = shares.fit()
         tau_ms *= more_steps(1 / (fixed + slope * batch_rows), shared)
-    found = options(shares, cuts, batch_rows, Costs(sync_ms, local_ms, tau_ms, che.overlap), shared)
+    local_cost = MergeCost.of((local_ms,), che.exchange_samples, che.overlap)
+    found = options(shares, cuts, batch_rows, Costs(sync_ms, local_cost, tau_ms), shared)
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
     leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE and not all(best.active)

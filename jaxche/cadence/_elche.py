@@ -15,6 +15,7 @@ from jaxche.cadence._rounds import clamp_counts, limit_lead, proportional_clamp
 from jaxche.cadence._tuners import (
     LARGEST_COUNT,
     CadenceState,
+    MergeCost,
     middle,
     progress,
     ratio_counts,
@@ -24,7 +25,7 @@ from jaxche.cadence._tuners import (
 )
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
 
-TUNERS = {"seed": seed.update, "steady": steady, "progress": progress}
+TUNERS = ("seed", "steady", "progress")
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +69,7 @@ class ElChe(CadenceState):
       ms_samples: the steady tuner's last three reports, newest first, in ms a batch.
       sync_samples: its last three known merge times, newest first, in ms.
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
+      exchange_samples: the last three known times of the exchange at the end of a round with ``overlap``, newest first.
       round_ms: the best length of a round in ms by the progress tuner; 0.0 before it is known. It may be shorter than
         a batch of the slowest rank.
       overlap: the part of a round that runs beside the merge of the round before; the trainer sets it.
@@ -116,7 +118,8 @@ class ElChe(CadenceState):
         checked["batch_counts"] = tuple(self.batch_counts) or (self.anchor,) * self.world_size
         checked["ms_per_batch"] = tuple(self.ms_per_batch) or (0.0,) * self.world_size
         checked["ms_samples"] = tuple(map(tuple, self.ms_samples))
-        checked["sync_samples"], checked["travel_samples"] = tuple(self.sync_samples), tuple(self.travel_samples)
+        for name in ("sync_samples", "travel_samples", "exchange_samples"):
+            checked[name] = tuple(getattr(self, name))
         for name, row in checked.items():
             object.__setattr__(self, name, row)
         for name in ("batch_counts", "ms_per_batch"):
@@ -174,7 +177,8 @@ class ElChe(CadenceState):
         if not slow or len(self.sync_samples) < 2:
             return ""
         sync_ms = middle(self.sync_samples)
-        wanted_ms = self.round_ms if self.tuner == "progress" else sync_ms / (self.overhead_target + self.overlap)
+        cost = MergeCost.of(self.sync_samples, self.exchange_samples, self.overlap)
+        wanted_ms = self.round_ms if self.tuner == "progress" else cost.least_round_ms(self.overhead_target)
         wanted = math.ceil(wanted_ms / slow - 1e-9)
         if wanted <= self.max_anchor:
             return ""
@@ -238,6 +242,7 @@ class ElChe(CadenceState):
         actual_batches: Sequence[int] | np.ndarray,
         sync_ms: float,
         travel_ms: float = 0.0,
+        exchange_ms: float = 0.0,
     ) -> ElChe:
         r"""Update speeds from a round, then the anchor from the overhead, then the counts.
 
@@ -247,6 +252,8 @@ class ElChe(CadenceState):
           sync_ms: duration of the merge in ms, hidden or not; 0 if not known, which keeps the anchor.
           travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
             divided by :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
+          exchange_ms: with ``overlap``, the time at the end of the round in which replicas exchange their measurements,
+            in ms; 0 if not known. Not for the seed tuner.
 
         Returns:
           The cadence for the next round.
@@ -262,10 +269,13 @@ class ElChe(CadenceState):
         """
         wall, batches = timings(wall_ms, actual_batches, self.world_size)
         sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0)
-        if self.tuner != "progress":
-            return self._updated(**TUNERS[self.tuner](self, wall, batches, sync_ms))
+        if self.tuner == "seed":
+            return self._updated(**seed.update(self, wall, batches, sync_ms))
+        exchange_ms = finite_number("exchange_ms", exchange_ms, "exchange_ms=1.0, or 0.0 if not known", least=0.0)
+        if self.tuner == "steady":
+            return self._updated(**steady(self, wall, batches, sync_ms, exchange_ms))
         travel_ms = finite_number("travel_ms", travel_ms, "travel_ms=5000.0, or 0.0 if not known", least=0.0)
-        return self._updated(**progress(self, wall, batches, sync_ms, travel_ms))
+        return self._updated(**progress(self, wall, batches, sync_ms, travel_ms, exchange_ms))
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
         """Shrink the anchor to ⌈a · factor⌉, even below its start, so that replicas that drift apart merge sooner.

@@ -79,6 +79,8 @@ class VirtualFleet:
       first_sync_ms: ms that compilation adds to the first merge.
       group_sync_ms: ms of a merge within a group, for ``Trainer(groups=)``.
       link_mbit: Mbit a second that each replica can send, for ``Trainer(fleet=)``; None if bytes cost nothing.
+      exchange_ms: with ``Trainer(overlap=)``, ms at the end of a round in which the replicas exchange measurements, and
+        nothing runs beside it. By default ``sync_ms`` with ``link_mbit``, a trip over the link, and 0 without.
       seed: seed of the jitter; the same seed gives the same run under every tuner.
 
     Raises:
@@ -103,6 +105,7 @@ class VirtualFleet:
     fixed_ms: float = 0.0
     group_sync_ms: float = 0.0
     link_mbit: float | None = None
+    exchange_ms: float | None = None
 
     def __post_init__(self) -> None:
         # Tuples of floats, so that fleets compare and hash.
@@ -125,7 +128,10 @@ class VirtualFleet:
             ("fixed_ms", 0.0, "fixed_ms=2.0"),
             ("group_sync_ms", 0.0, "group_sync_ms=1.0"),
             ("first_sync_ms", 0.0, "first_sync_ms=500.0"),
+            ("exchange_ms", 0.0, "exchange_ms=1.0"),
         ):
+            if getattr(self, name) is None:
+                continue
             object.__setattr__(self, name, finite_number(name, getattr(self, name), line, least=least))
         if not 0.0 <= self.jitter <= 1.0:
             raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
@@ -165,6 +171,13 @@ class VirtualFleet:
     def merge_ms(self, sent_bytes: int = 0) -> float:
         """The time of a merge in which each replica sends so many bytes, without jitter."""
         return self.sync_ms + (8e-3 * sent_bytes / self.link_mbit if self.link_mbit else 0.0)
+
+    @property
+    def exchange_cost_ms(self) -> float:
+        """The time in which the replicas exchange their measurements after a round with ``overlap=``."""
+        if self.exchange_ms is not None:
+            return self.exchange_ms
+        return self.sync_ms if self.link_mbit else 0.0
 
     def timings(
         self, counts: Sequence[int], round: int, batches: Sequence[float] | None = None, sent_bytes: int = 0

@@ -8,9 +8,9 @@ length of a round at which merges and the local steps between them cost progress
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,47 +52,112 @@ class CadenceState:
     ms_samples: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
     sync_samples: tuple[float, ...] = field(default=(), kw_only=True)
     travel_samples: tuple[float, ...] = field(default=(), kw_only=True)
+    exchange_samples: tuple[float, ...] = field(default=(), kw_only=True)
     round_ms: float = field(default=0.0, kw_only=True)
     overlap: float = field(default=0.0, kw_only=True)
     half_life: float = field(default=1.0, kw_only=True)
 
 
-def steady(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
+class MergeCost(NamedTuple):
+    """What a merge of C ms costs, with overlap: max(0, C - f T) + E in a round of T ms.
+
+    Attributes:
+      ms: C, its duration.
+      overlap: f, the part of a round that runs beside the merge of the round before it.
+      exchange_ms: E, the time at the end of a round in which replicas exchange their measurements; no steps run then.
+    """
+
+    ms: float
+    overlap: float = 0.0
+    exchange_ms: float = 0.0
+
+    @classmethod
+    def of(cls, syncs: Sequence[float], exchanges: Sequence[float], overlap: float) -> MergeCost:
+        """From the last measurements, newest first; 0 for what was not measured."""
+        # Without overlap the exchange is a part of the merge.
+        exchange_ms = middle(exchanges) if exchanges and overlap else 0.0
+        return cls(middle(syncs) if syncs else 0.0, overlap, exchange_ms)
+
+    def added_ms(self, round_ms: float) -> float:
+        """The time that it adds to a round."""
+        return max(0.0, self.ms - self.overlap * round_ms) + self.exchange_ms
+
+    def added_to(self, wall_ms: Sequence[float] | np.ndarray, counts: Sequence[int] | np.ndarray) -> float:
+        """The time that it adds to a round of these steps, of which each replica takes ⌊f n⌋ beside it."""
+        return exposed_ms(wall_ms, counts, [int(self.overlap * n) for n in counts], self.ms) + self.exchange_ms
+
+    def least_round_ms(self, target: float) -> float:
+        """The shortest round to which it adds at most the part ``target``."""
+        return max((self.ms + self.exchange_ms) / (target + self.overlap), self.exchange_ms / target)
+
+    def best_round_ms(self, best: Callable[[float], float]) -> float:
+        """The best length of a round, where ``best`` is the function of the cost of a merge that is not hidden."""
+        # Longer rounds than hide the merge are best only where the exchange alone asks for them.
+        hidden = max(self.ms / self.overlap, best(self.exchange_ms)) if self.overlap else math.inf
+        return min(best((self.ms + self.exchange_ms) / (1 - self.overlap)), hidden)
+
+
+def exposed_ms(
+    wall_ms: Sequence[float] | np.ndarray,
+    counts: Sequence[int] | np.ndarray,
+    overlapped: Sequence[int],
+    cost_ms: float,
+) -> float:
+    """The time that a merge adds to a round in which each replica takes some of its steps meanwhile.
+
+    max_i [max(f_i w_i, C) + (1 - f_i) w_i] - max_i w_i,   f_i = overlapped_i / n_i
+    """
+    parts = [k / max(n, 1) for k, n in zip(overlapped, counts, strict=True)]
+    ends = [max(part * wall, cost_ms) + (1 - part) * wall for wall, part in zip(wall_ms, parts, strict=True)]
+    return max(ends) - max(wall_ms)
+
+
+def steady(
+    che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float, exchange_ms: float = 0.0
+) -> dict[str, Any]:
     """The fields of ``che`` that a report changes under the tuner ``steady``."""
     ms, rows, syncs = measured(che, wall, batches, sync_ms)
+    exchanges = pushed(exchange_ms, che.exchange_samples)
+    merges = {"sync_samples": syncs, "exchange_samples": exchanges}
     if not ms.any():
-        return {"sync_samples": syncs}
+        return merges
     target, max_lead = che.overhead_target, che.max_batch_diff
     chosen = min(che.anchor, che.max_anchor)
-    sync = middle(syncs) if syncs else 0.0
+    cost = MergeCost.of(syncs, exchanges, che.overlap)
     if sync_ms:
         # A first report may include compilation. It may shorten the next round, which is cheap, but not lengthen it.
         high = che.max_anchor if che.sync_samples else chosen
-        chosen = steady_anchor(ms, sync, target, high, max_lead, che.overlap)
-    counts = steady_counts(chosen, ms, np.array(che.batch_counts, np.float64), max_lead, sync, target, che.overlap)
-    return {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms, "ms_samples": rows, "sync_samples": syncs}
+        chosen = steady_anchor(ms, cost, target, high, max_lead)
+    counts = steady_counts(chosen, ms, np.array(che.batch_counts, np.float64), max_lead, cost, target)
+    return merges | {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms, "ms_samples": rows}
 
 
 def progress(
-    che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float, travel_ms: float = 0.0
+    che: CadenceState,
+    wall: np.ndarray,
+    batches: np.ndarray,
+    sync_ms: float,
+    travel_ms: float = 0.0,
+    exchange_ms: float = 0.0,
 ) -> dict[str, Any]:
     """The fields of ``che`` that a report changes under the tuner ``progress``."""
     ms, rows, syncs = measured(che, wall, batches, sync_ms)
-    travels = (travel_ms, *che.travel_samples)[:MEMORY] if travel_ms else che.travel_samples
-    merges = {"sync_samples": syncs, "travel_samples": travels}
+    travels = pushed(travel_ms, che.travel_samples)
+    exchanges = pushed(exchange_ms, che.exchange_samples)
+    merges = {"sync_samples": syncs, "travel_samples": travels, "exchange_samples": exchanges}
     if not ms.any():
         return merges
     round_ms, anchor = che.round_ms, che.anchor
     if syncs and travels:
-        sync, fast = middle(syncs), float(ms[ms > 0].min())
+        cost, fast = MergeCost.of(syncs, exchanges, che.overlap), float(ms[ms > 0].min())
         tau = che.half_life * half_life_ms(middle(travels), fast)
         limit = _GROWTH * (round_ms or anchor * float(ms.max()))
         if len(syncs) == 1:
             limit /= _GROWTH  # a first report may include compilation: it may shorten a round, not lengthen it
-        best = min(max(best_round_ms(sync, tau, che.overlap), fast), limit)
+        best = min(max(best_round_ms(cost, tau), fast), limit)
         if not round_ms or not 1 / _KEEP < best / round_ms < _KEEP:
             round_ms = best
-            anchor = progress_anchor(ms, sync, tau, round_ms, che.max_anchor, che.max_batch_diff, che.overlap)
+            anchor = progress_anchor(ms, cost, tau, round_ms, che.max_anchor, che.max_batch_diff)
     anchor = min(anchor, che.max_anchor)
     counts = ratio_counts(anchor, speed_ratios(ms), che.max_batch_diff)[1]
     return merges | {
@@ -114,8 +179,12 @@ def measured(
     seen = (batches > 0) & (wall > 0)
     rows = push_samples(che.ms_samples, wall, batches, seen)
     before = np.array(che.ms_per_batch)
-    syncs = (sync_ms, *che.sync_samples)[:MEMORY] if sync_ms else che.sync_samples
-    return np.where(seen, blend_speeds(before, rows), before), rows, syncs
+    return np.where(seen, blend_speeds(before, rows), before), rows, pushed(sync_ms, che.sync_samples)
+
+
+def pushed(ms: float, samples: tuple[float, ...]) -> tuple[float, ...]:
+    """The last three samples of a time, newest first, with this one unless it is 0, not known."""
+    return (ms, *samples)[:MEMORY] if ms else samples
 
 
 def push_samples(
@@ -189,42 +258,32 @@ def ratio_counts(anchor: int, ratio: np.ndarray, max_lead: int | None) -> tuple[
 
 
 def plan_overhead(
-    anchor: int,
-    counts: np.ndarray,
-    exact: np.ndarray,
-    ms: np.ndarray,
-    slow: float,
-    sync_ms: float,
-    overlap: float = 0.0,
+    anchor: int, counts: np.ndarray, exact: np.ndarray, ms: np.ndarray, slow: float, cost: MergeCost
 ) -> float:
-    """Time that the merge and the waiting caused by whole counts add to a round, relative to its work.
-
-    The part ``overlap`` of the round hides as much of the merge.
-    """
+    """Time that the merge and the waiting caused by whole counts add to a round, relative to its work."""
     wall = float((counts * ms).max())
-    wall += max(0.0, sync_ms - overlap * wall)
+    wall += cost.added_ms(wall)
     return wall / (anchor * slow) * float(exact.sum() / counts.sum()) - 1
 
 
-def steady_anchor(
-    ms: np.ndarray, sync_ms: float, target: float, high: int, max_lead: int | None, overlap: float = 0.0
-) -> int:
+def steady_anchor(ms: np.ndarray, cost: MergeCost, target: float, high: int, max_lead: int | None) -> int:
     """Smallest anchor whose overhead meets the target: the merge, and the waiting caused by whole counts.
 
     overhead(a) = (max_i n_i t_i + C) / (a t_slow) · Σ a t_slow / t_i / Σ n_i − 1, n_i = round(a t_slow / t_i)
 
     With counts that need no rounding this is C / (a t_slow), met first at a = ⌈C / (target t_slow)⌉. Counts that are
     rounded up can meet it half a batch before: it is at least C / (a t_slow) · Σ a t_slow / t_i / Σ n_i. Without the
-    part of the waiting, a cheap merge would give an anchor of 1, where 2.5 : 1 runs as 3 : 1.
+    part of the waiting, a cheap merge would give an anchor of 1, where 2.5 : 1 runs as 3 : 1. With overlap C is what
+    the merge adds to the round, max(0, C - f T) + E.
     """
     slow, ratio = float(ms.max()), speed_ratios(ms)
     rounding = (ms.size - 1) / 2 / float(ratio.sum())
-    first = max(1, math.ceil(min(sync_ms / (target + overlap) / slow - rounding, high)))
+    first = max(1, math.ceil(min(cost.least_round_ms(target) / slow - rounding, high)))
     best, least = first, math.inf
     # Rounding costs at most half a batch of wall time and half a batch of work: 1 / target more batches pay for both.
     for anchor in range(first, min(high, first + math.ceil(1 / target)) + 1):
         exact, whole = ratio_counts(anchor, ratio, max_lead)
-        overhead = plan_overhead(anchor, whole, exact, ms, slow, sync_ms, overlap)
+        overhead = plan_overhead(anchor, whole, exact, ms, slow, cost)
         if overhead <= target + 1e-9:
             return anchor
         if overhead < least:
@@ -237,9 +296,8 @@ def steady_counts(
     ms: np.ndarray,
     current: np.ndarray,
     max_lead: int | None,
-    sync_ms: float,
+    cost: MergeCost,
     target: float,
-    overlap: float = 0.0,
 ) -> np.ndarray:
     """n_i = round(a t_slow / t_i), the slowest exactly a.
 
@@ -249,48 +307,51 @@ def steady_counts(
     exact, whole = ratio_counts(anchor, speed_ratios(ms), max_lead)
     near = (np.abs(exact - current) <= HYSTERESIS) & (ms < ms.max())
     kept = np.where(near, current, whole)
-    overhead = plan_overhead(anchor, kept, exact, ms, float(ms.max()), sync_ms, overlap)
+    overhead = plan_overhead(anchor, kept, exact, ms, float(ms.max()), cost)
     return kept if overhead <= target else whole
 
 
 # The progress tuner.
 
 
-def best_round_ms(sync_ms: float, tau: float, overlap: float = 0.0) -> float:
-    """The round length T with the most progress, T / (T + max(0, C - f T)) / (1 + T / τ).
+def best_round_ms(cost: MergeCost, tau: float) -> float:
+    """The round length T with the most progress, T / (T + max(0, C - f T) + E) / (1 + T / τ).
 
-    √(C τ / (1 - f)), but no longer than hides the merge, C / f
+    √((C + E) τ / (1 - f)), but no longer than hides the merge, C / f, or than √(E τ)
     """
-    hidden = sync_ms / overlap if overlap else math.inf
-    return min(math.sqrt(sync_ms * tau / (1 - overlap)), hidden)
+    return cost.best_round_ms(lambda ms: math.sqrt(ms * tau))
 
 
-def best_shared_ms(sync_ms: float, tau: float, replicas: float, overlap: float = 0.0) -> float:
-    """The round length T with the most progress where local steps share batches, T / (T + C - f T) · worth(T).
+def best_shared_ms(cost: MergeCost, tau: float, replicas: float) -> float:
+    """The round length T with the most progress where local steps share batches, T / (T + C) · worth(T).
 
-    2 T³ + C T² = C T₀²  with C / (1 - f) for C, but no longer than hides the merge, C / f
+    2 T³ + C T² = C T₀²,  with overlap as :func:`best_round_ms`
     """
-    hidden = sync_ms / overlap if overlap else math.inf
-    cost, half = sync_ms / (1 - overlap), _shared_scale(tau, replicas)
-    length = (cost * half**2 / 2) ** (1 / 3)
-    for _ in range(8):  # Newton's method from above, on a function that is convex there
-        length -= (2 * length**3 + cost * (length**2 - half**2)) / (6 * length**2 + 2 * cost * length or 1)
-    return min(length, hidden)
+    half = _shared_scale(tau, replicas)
+
+    def best(ms: float) -> float:
+        length = (ms * half**2 / 2) ** (1 / 3)
+        for _ in range(8):  # Newton's method from above, on a function that is convex there
+            length -= (2 * length**3 + ms * (length**2 - half**2)) / (6 * length**2 + 2 * ms * length or 1)
+        return length
+
+    return cost.best_round_ms(best)
 
 
 def shared_round_ms(che: CadenceState, rows: Sequence[float]) -> float:
     """The length of a round whose local steps share batches, each rank with so many rows of a step."""
     if not (che.sync_samples and che.travel_samples and che.round_ms):
         return che.round_ms
-    sync, tau = _merge_and_half_life_ms(che)
-    best = best_shared_ms(sync, tau, effective_ranks(rows), che.overlap)
+    cost, tau = _merge_and_half_life_ms(che)
+    best = best_shared_ms(cost, tau, effective_ranks(rows))
     return min(best, 2 * che.round_ms)  # which grows step by step
 
 
-def _merge_and_half_life_ms(che: CadenceState) -> tuple[float, float]:
-    """The measured time of a merge, and the τ of local steps."""
+def _merge_and_half_life_ms(che: CadenceState) -> tuple[MergeCost, float]:
+    """The measured cost of a merge, and the τ of local steps."""
     fast = min(ms for ms in che.ms_per_batch if ms)
-    return middle(che.sync_samples), che.half_life * half_life_ms(middle(che.travel_samples), fast)
+    cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
+    return cost, che.half_life * half_life_ms(middle(che.travel_samples), fast)
 
 
 def shared_steps(che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf) -> int:
@@ -299,15 +360,23 @@ def shared_steps(che: CadenceState, rows: Sequence[float], step_ms: float, most_
     Whole steps run beside a merge, ⌊f n⌋ of n: with overlap it is the n with the most progress, at most twice as many.
     """
     number = max(1, round(min(shared_round_ms(che, rows), most_ms) / step_ms))
-    if not (che.overlap and che.sync_samples and che.travel_samples):
+    if not (che.sync_samples and che.travel_samples):
         return number
-    (sync, tau), replicas = _merge_and_half_life_ms(che), effective_ranks(rows)
+    cost, tau = _merge_and_half_life_ms(che)
+    return best_shared_steps(number, cost, tau, effective_ranks(rows), step_ms)
+
+
+def best_shared_steps(number: int, cost: MergeCost, tau: float, replicas: float, step_ms: float) -> int:
+    """The steps with the most progress in a round that shares batches, about ``number``: whole ones hide a merge."""
+    if not cost.overlap:
+        return number
 
     def progress(n: int) -> float:
-        wall, waited = n * step_ms, max(0.0, sync - int(che.overlap * n) * step_ms)
-        return wall / (wall + waited) * shared_worth(wall, tau, replicas) / (1 + che.overlap * wall / tau)
+        wall = n * step_ms
+        rate = wall / (wall + cost.added_to([wall], [n]))
+        return rate * shared_worth(wall, tau, replicas) / (1 + cost.overlap * wall / tau)
 
-    return max(range(1, max(2 * number, math.ceil(1 / che.overlap)) + 1), key=progress)
+    return max(range(1, max(2 * number, math.ceil(1 / cost.overlap)) + 1), key=progress)
 
 
 def effective_ranks(speeds: Sequence[float] | np.ndarray) -> float:
@@ -335,24 +404,23 @@ def half_life_ms(travel_ms: float, fast_ms: float) -> float:
 
 
 def progress_anchor(
-    ms: np.ndarray,
-    sync_ms: float,
-    tau: float,
-    round_ms: float,
-    max_anchor: int,
-    max_lead: int | None,
-    overlap: float = 0.0,
+    ms: np.ndarray, cost: MergeCost, tau: float, round_ms: float, max_anchor: int, max_lead: int | None
 ) -> int:
     """The anchor with the most progress a second, in whole batches, up to twice the wanted length of a round.
 
-    progress(a) = Σ n_i / (T + max(0, C - f T)) / (1 + T / τ),   n_i = round(a t_slow / t_i),   T = max_i n_i t_i
+    progress(a) = Σ n_i / (T + C) / (1 + T / τ),   n_i = round(a t_slow / t_i),   T = max_i n_i t_i
+
+    With overlap C is what the merge adds to a round in which each replica takes ⌊f n_i⌋ steps beside it.
     """
     slow, ratio = float(ms.max()), speed_ratios(ms)
     best, most = 1, 0.0
-    for anchor in range(1, max(1, min(max_anchor, math.ceil(2 * round_ms / slow))) + 1):
+    high = max(math.ceil(2 * round_ms / slow), math.ceil(1 / cost.overlap) if cost.overlap else 1)
+    for anchor in range(1, min(max_anchor, high) + 1):
         whole = ratio_counts(anchor, ratio, max_lead)[1]
-        wall = float((whole * ms).max())
-        progress = float(whole.sum()) / (wall + max(0.0, sync_ms - overlap * wall)) / (1 + wall / tau)
+        walls = whole * ms
+        wall = float(walls.max())
+        added = cost.added_to(walls, whole) if cost.overlap else cost.ms
+        progress = float(whole.sum()) / (wall + added) / (1 + wall / tau)
         if progress > most:
             best, most = anchor, progress
     return best

@@ -54,6 +54,7 @@ HOST_COLUMNS = (
     "prepare_ms",
     "last_sync_ms",
     "last_hidden_ms",
+    "last_exchange_ms",
     "failed",
     "stop",
     "accumulated",

@@ -105,16 +105,6 @@ def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_s
     return jax.tree.map(one, params, snapshot, mean), newest
 
 
-def exposed_ms(wall_ms: Sequence[float], counts: Sequence[int], overlapped: Sequence[int], cost_ms: float) -> float:
-    """The time that a merge adds to a round in which each replica takes some of its steps meanwhile.
-
-    max_i [max(f_i w_i, C) + (1 - f_i) w_i] - max_i w_i,   f_i = overlapped_i / n_i
-    """
-    parts = [k / max(n, 1) for k, n in zip(overlapped, counts, strict=True)]
-    ends = [max(part * wall, cost_ms) + (1 - part) * wall for wall, part in zip(wall_ms, parts, strict=True)]
-    return max(ends) - max(wall_ms)
-
-
 class OverlappedMerge:
     """Exchanges the table of a round, and merges its trees on a thread.
 

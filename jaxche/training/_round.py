@@ -15,10 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import merge_weights, path_names
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, VirtualFleet, paused_ms
+from jaxche.cadence import (
+    ApplyPolicy,
+    DivergenceCorrection,
+    ElChe,
+    RoundPlan,
+    Verdict,
+    VirtualFleet,
+    exposed_ms,
+    paused_ms,
+)
 from jaxche.data import Key, SequenceReader, non_finite_leaves
 from jaxche.distributed import Group
-from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report, exposed_ms
+from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report
 from jaxche.reports import RoundInfo
 from jaxche.training._plan import PlannedRound
 from jaxche.training._state import TrainerState
@@ -93,6 +102,7 @@ def host_rows(
             prepare_ms,
             state.sync_ms,
             state.hidden_ms,
+            state.exchange_ms,
             failed,
             stop,
             state.accumulated,
@@ -117,6 +127,7 @@ class RoundStatistics:
       last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
         core; the mean would follow a replica that started late, e.g. after an evaluation.
       last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
+      last_exchange_ms: the part of ``last_sync_ms`` in which measurements were exchanged, the median too.
       stop: the most urgent request to stop.
       is_divided: whether a replica made a step on rows of several shapes.
       ended: for each rank 0, or a number of its stream, if that has no more batches in this epoch.
@@ -139,6 +150,7 @@ class RoundStatistics:
         self.prepare_ms = float(host["prepare_ms"].max())
         self.last_sync_ms = statistics.median(host["last_sync_ms"].tolist())
         self.last_hidden_ms = statistics.median(host["last_hidden_ms"].tolist())
+        self.last_exchange_ms = statistics.median(host["last_exchange_ms"].tolist())
         self.stop = int(host["stop"].max())
         self.is_divided = bool(host["divided"].any())
         self.ended = tuple(map(int, host["ended"]))
@@ -287,6 +299,7 @@ class RoundTimes(NamedTuple):
     Attributes:
       sync_ms: the time that its merge added to it.
       hidden_ms: the time that the merge of the round before it took beside its steps.
+      exchange_ms: with overlap, the part of ``sync_ms`` in which measurements were exchanged.
       merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else None.
       group_ms: the time that the merges within groups added to it.
       clock_ms: the time of all rounds so far, equal in all processes.
@@ -295,6 +308,7 @@ class RoundTimes(NamedTuple):
 
     sync_ms: float
     hidden_ms: float = 0.0
+    exchange_ms: float = 0.0
     merge_ms: float | None = None
     group_ms: float = 0.0
     clock_ms: float = 0.0
@@ -327,20 +341,23 @@ def round_times(
 
     ``batch_size`` is the number of examples in a whole batch, and ``sent_bytes`` what a replica sends in the merge.
     """
-    in_flight, merge_ms = planned.state.in_flight, None
-    duration_ms = in_flight.duration_ms if in_flight else 0.0
+    in_flight, merge_ms, waited_ms, hidden_ms = planned.state.in_flight, None, 0.0, 0.0
     if fleet is None:
         # Replicas start a round together: the time beyond the slowest replica is that of the merge.
         sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
     else:
         table, merge_ms = _fleet_times(fleet, planned, table, batch_size, sent_bytes)
         sync_ms = merge_ms
-        if planned.overlap:
-            overlapped = tuple(map(min, planned.overlapped, table.counts))
-            sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
+    if in_flight:
+        overlapped = tuple(map(min, planned.overlapped, table.counts))
+        waited_ms = exposed_ms(table.busy_ms, table.counts, overlapped, in_flight.duration_ms)
+        hidden_ms = max(0.0, in_flight.duration_ms - waited_ms)
+    if fleet is not None and planned.overlap:
+        sync_ms = waited_ms + fleet.exchange_cost_ms
     sync_ms = max(0.0, sync_ms) if len(table.counts) > 1 else 0.0
-    hidden_ms = max(0.0, duration_ms - sync_ms) if in_flight else 0.0
-    times = RoundTimes(sync_ms, hidden_ms, merge_ms, group_ms=max(table.busy_ms) - max(table.wall_ms))
+    exchange_ms = max(0.0, sync_ms - waited_ms) if planned.overlap else 0.0
+    group_ms = max(table.busy_ms) - max(table.wall_ms)
+    times = RoundTimes(sync_ms, hidden_ms, exchange_ms, merge_ms, group_ms)
     return table, times.with_clock(planned.state, table, is_shared)
 
 
@@ -377,6 +394,7 @@ def advance(
         examples=info.examples_done,
         sync_ms=times.sync_ms,
         hidden_ms=times.hidden_ms,
+        exchange_ms=times.exchange_ms,
         pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, table.counts),
         accumulated=int(merged.report.accumulated),
         clock_ms=times.clock_ms,
@@ -408,9 +426,11 @@ def _report(
         # A cadence counts whole batches: report the time that one would have taken.
         wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
         is_whole, reported = True, [min(n, 1) for n in counts]
-    last_merge_ms = table.last_sync_ms + table.last_hidden_ms if is_whole else 0.0
+    exchange_ms = table.last_exchange_ms
+    last_merge_ms = max(0.0, table.last_sync_ms - exchange_ms) + table.last_hidden_ms if is_whole else 0.0
     moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
-    che = before.report_timing(wall_ms, reported, last_merge_ms, travel_ms(moved_ms, merged.report))
+    moved_ms = travel_ms(moved_ms, merged.report)
+    che = before.report_timing(wall_ms, reported, last_merge_ms, moved_ms, exchange_ms)
     late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
     if any(late) and not plan.shares:
         # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.

@@ -35,6 +35,7 @@ class TrainerState:
       examples: trained on so far, by all replicas.
       sync_ms: cost of the last merge in this process, without waiting.
       hidden_ms: the part of the last merge that ran beside steps, in this process.
+      exchange_ms: with ``overlap=``, the part of ``sync_ms`` in which the measurements of the round were exchanged.
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.
@@ -69,6 +70,7 @@ class TrainerState:
     examples: int = 0
     sync_ms: float = 0.0
     hidden_ms: float = 0.0
+    exchange_ms: float = 0.0
     pending_batches: tuple[tuple[int, int, int], ...] = ()
     accumulated: int = 0
     clock_ms: float = 0.0

@@ -26,6 +26,7 @@ _FIELDS = (
     "pending_batches",
     "sync_ms",
     "hidden_ms",
+    "exchange_ms",
     "accumulated",
     "clock_ms",
     "clock_merge_ms",

@@ -12,7 +12,7 @@ import pytest
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
 from jaxche.cadence._choice import Costs, more_steps, options
-from jaxche.cadence._tuners import effective_ranks, shared_worth
+from jaxche.cadence._tuners import MergeCost, effective_ranks, shared_worth
 
 BATCH = 16
 
@@ -34,7 +34,7 @@ def chosen(ms, sync_ms, travel_ms=0.0, now=None, round=10, fixed=0.0):
 
 def ways(shares, sync_ms, tau_ms):
     """All ways to use devices of 20 and 50 ms, where ``tau_ms`` was measured in steps that share a batch."""
-    costs = Costs(sync_ms, sync_ms, tau_ms * more_steps(1 / np.array([20, 50]), 1))
+    costs = Costs(sync_ms, MergeCost(sync_ms), tau_ms * more_steps(1 / np.array([20, 50]), 1))
     return options(shares, shares.cuts(BATCH), BATCH, costs, shared=1)
 
 
@@ -123,7 +123,7 @@ def test_small_steps_that_turn_out_to_take_as_long_are_given_up():
 def test_rows_are_shared_in_multiples_of_a_unit():
     shares, _ = measured((20,) * 32, 0.2)
     # A batch of 16 rows in units of 4 keeps four devices busy, and 28 idle.
-    cheap = Costs(0.2, 0.2, 1e3)
+    cheap = Costs(0.2, MergeCost(0.2), 1e3)
     assert options(shares, shares.cuts(BATCH, 4), BATCH, cheap)[0].round_ms == pytest.approx(5.0)
     assert options(shares, shares.cuts(BATCH), BATCH, cheap)[0].round_ms == pytest.approx(1.25)
 
@@ -239,15 +239,17 @@ def test_local_steps_whose_merges_take_longer_than_those_of_exact_sync_are_given
 
 def test_merges_beside_steps_cost_what_is_not_hidden():
     shares, che = measured((20, 20, 40, 80), 30.0, 3e3)
-    costs = Costs(30.0, 30.0, 1e3)
+    costs = Costs(30.0, MergeCost(30.0), 1e3)
     assert costs.rate(30.0) == pytest.approx(1 / 2)
-    assert costs._replace(overlap=0.5).rate(30.0) == pytest.approx(30 / 45)
-    assert costs._replace(overlap=0.5).rate(60.0) == 1.0
+    overlapped = costs._replace(local=MergeCost(30.0, 0.5))
+    assert overlapped.rate(30.0) == pytest.approx(30 / 45)
+    assert overlapped.rate(60.0) == 1.0
+    assert overlapped._replace(local=MergeCost(30.0, 0.5, 15.0)).rate(60.0) == pytest.approx(60 / 75)
     assert costs.worth(60.0, 1e3) == 1
-    assert costs._replace(overlap=0.5).worth(60.0, 1e3) == pytest.approx(0.92 / (1 + 0.5 * 60 / 1e3))
+    assert overlapped.worth(60.0, 1e3) == pytest.approx(0.92 / (1 + 0.5 * 60 / 1e3))
     (waiting,), (beside,) = (
         [one for one in options(shares, shares.cuts(BATCH), BATCH, each) if all(one.active) and not one.joined]
-        for each in (costs, costs._replace(overlap=0.5))
+        for each in (costs, overlapped)
     )
     # √(30 · 1000) ms, and as long as hides a merge.
     assert (waiting.round_ms, beside.round_ms) == (pytest.approx(30e3**0.5), 60.0)
@@ -256,14 +258,17 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     )
     # So it is for steps that share a batch, with their own τ.
     speed, rows = 1 / np.array([20, 20, 40, 80]), shares.cuts(BATCH)[1].rows
-    tau, beside_costs = 1e3 / more_steps(speed, 1), costs._replace(overlap=0.5)
+    tau = 1e3 / more_steps(speed, 1)
     (shared,) = (
         one
-        for one in options(shares, shares.cuts(BATCH), BATCH, beside_costs, shared=1)
+        for one in options(shares, shares.cuts(BATCH), BATCH, overlapped, shared=1)
         if one.joined and one.policy is ApplyPolicy.CADENCE
     )
-    assert shared.round_ms == pytest.approx(60.0)
-    worth = shared_worth(60.0, tau, effective_ranks(rows)) * beside_costs.worth(60.0, tau)
+    wall = shares.cuts(BATCH)[1].ms
+    number = shared.round_ms / wall
+    assert number == pytest.approx(round(number))
+    assert round(number) // 2 * wall >= 30 > (round(number) - 2) // 2 * wall  # whole steps that hide the merge
+    worth = shared_worth(shared.round_ms, tau, effective_ranks(rows)) * overlapped.worth(shared.round_ms, tau)
     assert shared.progress == pytest.approx(20.0 / shares.cuts(BATCH)[1].ms * worth)
     now = Choice(ApplyPolicy.CADENCE, 1)
     told = [choose(now, shares, replace(che, overlap=part), BATCH, 10).reason for part in (0.0, 0.5)]

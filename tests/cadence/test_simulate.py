@@ -42,6 +42,13 @@ def test_efficiency_is_the_slow_sum_over_rounds():
     assert np.all(run.round_efficiency > 0)
 
 
+def test_an_exchange_takes_a_trip_over_the_link_or_what_is_given():
+    assert VirtualFleet([20, 50], sync_ms=5.0).exchange_cost_ms == 0.0
+    assert VirtualFleet([20, 50], sync_ms=5.0, link_mbit=100.0).exchange_cost_ms == 5.0
+    assert VirtualFleet([20, 50], sync_ms=5.0, link_mbit=100.0, exchange_ms=0).exchange_cost_ms == 0.0
+    assert repr(VirtualFleet([20, 50], exchange_ms=2.0)).endswith("exchange_ms=2.0)")
+
+
 def test_the_same_seed_gives_the_same_run_whatever_is_tuned():
     fleet = VirtualFleet([20, 50], jitter=0.15, seed=1)
     one, two = fleet.run(ElChe(2), 9), fleet.run(ElChe(2, tuner="steady"), 9)
@@ -139,6 +146,7 @@ def test_plot_says_what_to_install(monkeypatch):
         ),
         (lambda: VirtualFleet([10, 20], sync_ms=-1), "sync_ms=-1"),
         (lambda: VirtualFleet([10, 20], first_sync_ms=-1), "first_sync_ms=-1"),
+        (lambda: VirtualFleet([10, 20], exchange_ms=-1), "exchange_ms=-1 must be .*write e.g. exchange_ms=1.0"),
         (lambda: VirtualFleet([10, 20], first_report_ms=[1]), "first_report_ms has 1"),
         (lambda: VirtualFleet([10, 20], first_report_ms=[1, math.nan]), "first_report_ms=nan"),
         (lambda: Slowdown(0, 0, -2.0), "factor=-2.0 must be above 0; write e.g. factor=2.0"),

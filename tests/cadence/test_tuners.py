@@ -8,9 +8,11 @@ import pytest
 
 import jaxche
 from jaxche.cadence._tuners import (
+    MergeCost,
     best_round_ms,
     best_shared_ms,
     effective_ranks,
+    exposed_ms,
     half_life_ms,
     progress_anchor,
     shared_round_ms,
@@ -106,7 +108,7 @@ def test_a_saved_cadence_goes_on_the_same():
 
 def test_the_anchor_counts_the_waiting_of_whole_batches():
     """With a cheap merge one slow batch would do, but 2.5 : 1 then runs as 3 : 1."""
-    assert progress_anchor(np.array([20.0, 50.0]), 0.2, 1e5, 200.0, 200, None) == 2
+    assert progress_anchor(np.array([20.0, 50.0]), MergeCost(0.2), 1e5, 200.0, 200, None) == 2
 
 
 def test_a_travel_that_is_no_number_is_named():
@@ -117,28 +119,53 @@ def test_a_travel_that_is_no_number_is_named():
 def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the_merge():
     # 1 / progress at every length, the slow way.
     lengths = np.linspace(10.0, 20_000.0, 200_000)
-    for sync, tau, overlap in ((400.0, 3000.0, 0.5), (1500.0, 3000.0, 0.5), (1000.0, 3000.0, 0.25), (50.0, 800.0, 0.0)):
-        cost = (lengths + np.maximum(0.0, sync - overlap * lengths)) * (1 + lengths / tau) / lengths
-        best = best_round_ms(sync, tau, overlap)
-        assert best == pytest.approx(lengths[cost.argmin()], rel=1e-3)
+    for tau, cost in (
+        (3000.0, MergeCost(400.0, 0.5)),
+        (3000.0, MergeCost(1500.0, 0.5)),
+        (3000.0, MergeCost(1000.0, 0.25)),
+        (800.0, MergeCost(50.0)),
+        # Rounds of the length that hides the merge, of a longer one for the exchange, and of a shorter one.
+        (3000.0, MergeCost(400.0, 0.5, 20.0)),
+        (3000.0, MergeCost(20.0, 0.5, 8.0)),
+        (900.0, MergeCost(1500.0, 0.5, 40.0)),
+    ):
+        added = np.array([cost.added_ms(length) for length in lengths])
+        time = (lengths + added) * (1 + lengths / tau) / lengths
+        assert best_round_ms(cost, tau) == pytest.approx(lengths[time.argmin()], rel=1e-3)
     # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
-    assert progress_anchor(np.array([50.0, 20.0]), 100.0, 3000.0, 200.0, 200, None, 0.5) == 4
+    speeds = np.array([50.0, 20.0])
+    assert progress_anchor(speeds, MergeCost(100.0, 0.5), 3000.0, 200.0, 200, None) == 4
+    # A single batch of the slow device hides nothing; an exchange is worth longer rounds.
+    assert progress_anchor(speeds, MergeCost(10.0, 0.5), 3000.0, 50.0, 200, None) == 2
+    assert progress_anchor(speeds, MergeCost(100.0, 0.5, 30.0), 3000.0, 300.0, 200, None) == 6
+
+
+def test_a_merge_adds_what_is_not_hidden():
+    # Both have done half of their round after 100 ms.
+    assert exposed_ms((200.0, 200.0), (10, 4), (5, 2), 100.0) == 0.0
+    assert exposed_ms((200.0, 200.0), (10, 4), (5, 2), 130.0) == pytest.approx(30.0)
+    # One that waits is not the last to end.
+    assert exposed_ms((200.0, 100.0), (10, 2), (8, 1), 140.0) == 0.0
+    # A replica without steps waits for the merge all the same.
+    assert exposed_ms((200.0, 0.0), (10, 0), (5, 0), 230.0) == pytest.approx(130.0)
 
 
 @pytest.mark.parametrize("sync_ms", [0.2, 11.0, 300.0])
 @pytest.mark.parametrize("tau", [100.0, 900.0, 20_000.0])
 @pytest.mark.parametrize("replicas", [1.7, 6.8])
 def test_steps_that_share_batches_take_rounds_of_most_progress(sync_ms, tau, replicas):
-    best = best_shared_ms(sync_ms, tau, replicas)
+    best = best_shared_ms(MergeCost(sync_ms), tau, replicas)
     lengths = best * np.geomspace(0.001, 5.0, 60_001)
     progress = [T / (T + sync_ms) * shared_worth(T, tau, replicas) for T in lengths]
     assert best == pytest.approx(lengths[np.argmax(progress)], rel=1e-3)
-    hidden = [min(T / (T + max(0.0, sync_ms - 0.4 * T)), 1) * shared_worth(T, tau, replicas) for T in lengths]
-    assert best_shared_ms(sync_ms, tau, replicas, 0.4) == pytest.approx(lengths[np.argmax(hidden)], rel=1e-3)
+    for cost in (MergeCost(sync_ms, 0.4), MergeCost(sync_ms, 0.4, 0.2 * sync_ms), MergeCost(sync_ms, 0.4, sync_ms)):
+        lengths = best_shared_ms(cost, tau, replicas) * np.geomspace(0.01, 5.0, 60_001)
+        progress = [T / (T + cost.added_ms(T)) * shared_worth(T, tau, replicas) for T in lengths]
+        assert best_shared_ms(cost, tau, replicas) == pytest.approx(lengths[np.argmax(progress)], rel=1e-3)
 
 
 def test_a_merge_that_costs_nothing_ends_every_step_that_shares_batches():
-    assert best_shared_ms(0.0, 900.0, 3.0) == 0
+    assert best_shared_ms(MergeCost(0.0), 900.0, 3.0) == 0
 
 
 def test_replicas_of_unequal_speed_count_as_fewer():
@@ -150,7 +177,7 @@ def test_replicas_of_unequal_speed_count_as_fewer():
 def test_more_replicas_share_batches_in_shorter_rounds():
     che, _ = run((20.0, 20.0), 11.0, 2000.0)
     two, four = (shared_round_ms(che, rows) for rows in ((8, 8), (4, 4, 4, 4)))
-    assert two == pytest.approx(best_shared_ms(11.0, half_life_ms(2000.0, 20.0), 2))
+    assert two == pytest.approx(best_shared_ms(MergeCost(11.0), half_life_ms(2000.0, 20.0), 2))
     assert 0.75 * two < four < 0.82 * two  # about as the number to the power of -1/3
     # While rounds grow, those that share batches grow with them.
     assert shared_round_ms(replace(che, round_ms=20.0), (8, 8)) == 40.0
@@ -160,13 +187,24 @@ def test_more_replicas_share_batches_in_shorter_rounds():
 
 
 @pytest.mark.parametrize(
-    ("sync_ms", "overlap", "steps"),
-    # Of two steps one runs beside a merge, of one step none.
-    [(5.0, 0.5, 2), (14.0, 0.5, 2), (20.0, 0.5, 4), (0.2, 0.5, 1), (5.0, 0.3, 4), (5.0, 0.0, 3), (0.2, 0.0, 1)],
+    ("sync_ms", "overlap", "exchange_ms", "steps"),
+    [
+        # Of two steps one runs beside a merge, of one step none.
+        (5.0, 0.5, 0.0, 2),
+        (14.0, 0.5, 0.0, 2),
+        (20.0, 0.5, 0.0, 4),
+        (0.2, 0.5, 0.0, 1),
+        (5.0, 0.3, 0.0, 4),
+        # With an exchange after each of them, rounds are longer.
+        (5.0, 0.5, 8.0, 3),
+        (5.0, 0.5, 20.0, 5),
+        (5.0, 0.0, 0.0, 3),
+        (0.2, 0.0, 0.0, 1),
+    ],
 )
-def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, steps):
+def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exchange_ms, steps):
     che, rows, step_ms = run((20.0, 50.0), sync_ms, 1000.0)[0], (11, 5), 14.3
-    che = replace(che, overlap=overlap, round_ms=1e3)
+    che = replace(che, overlap=overlap, round_ms=1e3, exchange_samples=(exchange_ms,) * 3)
     assert shared_steps(che, rows, step_ms) == steps
     if overlap:
         tau = half_life_ms(1000.0, 20.0)
@@ -174,7 +212,7 @@ def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, step
         def lost(n):
             beside = math.floor(overlap * n) * step_ms
             worth = shared_worth(n * step_ms, tau, 16**2 / 146) / (1 + overlap * n * step_ms / tau)
-            return (n * step_ms + max(0.0, sync_ms - beside)) / (n * step_ms) / worth
+            return (n * step_ms + max(0.0, sync_ms - beside) + exchange_ms) / (n * step_ms) / worth
 
         assert steps == min(range(1, 40), key=lost)
     elif steps > 2:
@@ -186,6 +224,14 @@ def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
     for _ in range(4):
         che = che.report_timing([50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]], che.batch_counts, 100.0)
     assert che.batch_counts == (4, 10)
+
+    # Nothing hides an exchange of 20 ms, which is at most 5 % of 400 ms.
+    for _ in range(4):
+        wall_ms = [50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]]
+        che = che.report_timing(wall_ms, che.batch_counts, 100.0, exchange_ms=20.0)
+    assert che.batch_counts == (8, 20)
+    with pytest.raises(ValueError, match="exchange_ms=-1.* write e.g. exchange_ms=1.0"):
+        che.report_timing([50.0, 20.0], [1, 1], 100.0, exchange_ms=-1.0)
 
 
 @pytest.mark.parametrize("tuner", ["steady", "progress", "seed"])

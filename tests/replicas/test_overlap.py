@@ -1,5 +1,7 @@
 """Merges that overlap the next round: against a slow twin, replayed, resumed, on both clocks, and what is refused."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,6 @@ import pytest
 
 import jaxche
 from jaxche.replicas._merge_program import HOST_COLUMNS
-from jaxche.replicas._overlap import exposed_ms
 from jaxche.replicas._schedule_counts import counts_of
 
 COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
@@ -232,16 +233,6 @@ def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, s
     same(one.params(followed), one.params(one.round(other, data, (2, 2))[0]))
 
 
-def test_the_clock_counts_what_is_not_hidden():
-    # Both have done half of their round after 100 ms.
-    assert exposed_ms((200.0, 200.0), (10, 4), (5, 2), 100.0) == 0.0
-    assert exposed_ms((200.0, 200.0), (10, 4), (5, 2), 130.0) == pytest.approx(30.0)
-    # One that waits is not the last to end.
-    assert exposed_ms((200.0, 100.0), (10, 2), (8, 1), 140.0) == 0.0
-    # A replica without steps waits for the merge all the same.
-    assert exposed_ms((200.0, 0.0), (10, 0), (5, 0), 230.0) == pytest.approx(130.0)
-
-
 def test_the_fleets_clock_has_the_merge_in_flight_at_the_end(make, data):
     one = make()
     state, infos = rounds(one, one.init(jnp.zeros(3)), data)
@@ -250,6 +241,29 @@ def test_the_fleets_clock_has_the_merge_in_flight_at_the_end(make, data):
     assert [info.hidden_ms for info in infos] == pytest.approx([0.0, 50.0, 0.0, 40.0, 100.0])
     assert state.clock_ms == pytest.approx(walls + 210.0)
     assert state.merged().clock_ms == pytest.approx(walls + 310.0)
+
+
+def test_nothing_runs_beside_the_exchange_of_measurements(make, data):
+    one = make(fleet=replace(FLEET, exchange_ms=7.0))
+    state, infos = rounds(one, one.init(jnp.zeros(3)), data)
+    walls = sum(max(info.wall_ms) for info in infos)
+    assert [info.sync_ms for info in infos] == pytest.approx([7.0, 57.0, 107.0, 67.0, 7.0])
+    assert [info.hidden_ms for info in infos] == pytest.approx([0.0, 50.0, 0.0, 40.0, 100.0])
+    assert state.clock_ms == pytest.approx(walls + 210.0 + 5 * 7.0)
+    state, _ = one.fit(state, data, max_steps=100, progress=False)
+    assert state.che.exchange_samples == pytest.approx([7.0] * 3)
+    assert state.che.sync_samples == pytest.approx([100.0] * 3)
+
+
+def test_the_exchange_is_measured_beside_the_merge(make, data):
+    one = make(fleet=None)
+    state, _ = one.round(one.init(jnp.zeros(3)), data)
+    assert 0 < state.exchange_ms == state.sync_ms
+    state, _ = one.round(state, data)
+    # No merge was in flight in the first round: it measured an exchange alone.
+    assert (len(state.che.exchange_samples), state.che.sync_samples) == (1, ())
+    state, _ = one.round(state, data)
+    assert len(state.che.sync_samples) == 1
 
 
 def test_the_cadence_makes_rounds_as_long_as_hides_the_merge(make, data):

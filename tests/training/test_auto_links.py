@@ -194,9 +194,11 @@ def test_merges_that_checkpoints_wait_for_are_measured_too(trainer, large, tmp_p
     one = trainer(overlap=0.5, wire="int4")
     state, history = fit(one, large, checkpoints=Checkpoints(tmp_path, every=1))
     assert state.choice.since > 0
-    merge_ms = one._settings.fleet.merge_ms(one._local_engine.sent_bytes)
+    fleet = one._settings.fleet
+    merge_ms, exchange_ms = fleet.merge_ms(one._local_engine.sent_bytes), fleet.sync_ms
     assert state.che.sync_samples == pytest.approx([merge_ms] * len(state.che.sync_samples))
+    assert state.che.exchange_samples == pytest.approx([exchange_ms] * len(state.che.exchange_samples))
     assert not any(info.overlapped for info in history)
     assert history[-1].clock_ms == pytest.approx(
-        sum(max(info.wall_ms) for info in history) + merge_ms * len(history[:-1])
+        sum(max(info.wall_ms) + exchange_ms for info in history) + merge_ms * len(history[:-1])
     )
