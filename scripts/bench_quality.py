@@ -257,7 +257,7 @@ class Bench:
     def _cut(self, info: jaxche.RoundInfo, left_ms: float) -> GivenRound | None:
         """The round with the steps that fit into the time that is left; None if none do."""
         left_ms -= self.fleet.merge_ms(info.merge_bytes) if len(self.speeds) > 1 else 0.0
-        left_ms -= info.group_ms
+        left_ms -= info.group_ms + (self.fleet.exchange_cost_ms if info.overlap else 0.0)
         if info.average == "gradients":
             return None
         if info.shares:  # all replicas take as many steps, each on some batches

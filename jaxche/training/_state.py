@@ -113,6 +113,7 @@ class TrainerState:
             local_states=merged.local_states,
             in_flight=None,
             sync_ms=self.sync_ms + self.in_flight.duration_ms,
+            hidden_ms=0.0,
             clock_ms=self.clock_ms + known_ms,
             clock_merge_ms=self.clock_merge_ms + known_ms,
         )
