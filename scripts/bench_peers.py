@@ -46,6 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "jaxche": {},
     "jaxche auto": {"policy": "auto"},
     "jaxche sync": {"policy": "sync"},
+    "jaxche auto, overlap": {"policy": "auto", "overlap": 0.5},
 }
 PLAIN = ("plain jit", "fast device alone", "fast subset in sync")
 # The packages that each of these needs.
@@ -301,8 +302,11 @@ def worker(spec: dict[str, Any]) -> int:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         from peers import torch_systems
     else:
+        import jax
+
         import jaxche
 
+        jax.config.update("jax_num_cpu_devices", 2 if "overlap" in ARMS.get(name, {}) else 1)
         jaxche.initialize()
         from peers import jax_systems
     done = []

@@ -26,6 +26,7 @@ from jaxche.cadence._wire_choice import AUTO_WIRES as AUTO_WIRES
 from jaxche.cadence._wire_choice import DEAR as DEAR
 from jaxche.cadence._wire_choice import WireChoice as WireChoice
 from jaxche.cadence._wire_choice import choose_wire as choose_wire
+from jaxche.cadence._wire_choice import is_long_merge as is_long_merge
 from jaxche.cadence._wire_choice import merge_share as merge_share
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.

@@ -222,8 +222,12 @@ def more_steps(speed: np.ndarray, shared: int) -> float:
 
 
 def alone_batches(sync_ms: float, fast_ms: float) -> int:
-    """Batches between the merges of a replica that trains alone; the merges take at most 1 % of the time."""
-    return max(100, math.ceil(100 * sync_ms / fast_ms))
+    """Batches between the merges of a replica that trains alone; the merges take at most 1 % of the time.
+
+    The choice is made again after each of them, so they are few: at the start of a run replicas move fast, and soon the
+    others are worth having.
+    """
+    return max(20, math.ceil(100 * sync_ms / fast_ms))
 
 
 def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:

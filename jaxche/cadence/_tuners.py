@@ -82,7 +82,7 @@ class MergeCost(NamedTuple):
         """The time that it adds to a round."""
         return max(0.0, self.ms - self.overlap * round_ms) + self.exchange_ms
 
-    def added_to(self, wall_ms: Sequence[float] | np.ndarray, counts: Sequence[int] | np.ndarray) -> float:
+    def added_to(self, wall_ms: Sequence[float], counts: Sequence[float]) -> float:
         """The time that it adds to a round of these steps, of which each replica takes ⌊f n⌋ beside it."""
         return exposed_ms(wall_ms, counts, [int(self.overlap * n) for n in counts], self.ms) + self.exchange_ms
 
@@ -97,12 +97,7 @@ class MergeCost(NamedTuple):
         return min(best((self.ms + self.exchange_ms) / (1 - self.overlap)), hidden)
 
 
-def exposed_ms(
-    wall_ms: Sequence[float] | np.ndarray,
-    counts: Sequence[int] | np.ndarray,
-    overlapped: Sequence[int],
-    cost_ms: float,
-) -> float:
+def exposed_ms(wall_ms: Sequence[float], counts: Sequence[float], overlapped: Sequence[int], cost_ms: float) -> float:
     """The time that a merge adds to a round in which each replica takes some of its steps meanwhile.
 
     max_i [max(f_i w_i, C) + (1 - f_i) w_i] - max_i w_i,   f_i = overlapped_i / n_i
@@ -419,7 +414,7 @@ def progress_anchor(
         whole = ratio_counts(anchor, ratio, max_lead)[1]
         walls = whole * ms
         wall = float(walls.max())
-        added = cost.added_to(walls, whole) if cost.overlap else cost.ms
+        added = cost.added_to(walls.tolist(), whole.tolist()) if cost.overlap else cost.ms
         progress = float(whole.sum()) / (wall + added) / (1 + wall / tau)
         if progress > most:
             best, most = anchor, progress

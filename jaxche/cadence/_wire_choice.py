@@ -14,6 +14,8 @@ DEAR = 0.05
 # They are taken if a merge takes this part of one in float32, or less: on a fast link their arithmetic costs more than
 # the bytes that they save.
 _FASTER = 0.7
+# Running a merge beside steps is worth the delay of its result if it takes so many steps of the fastest replica.
+_LONG = 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ def merge_share(che: ElChe) -> float:
     if len(che.sync_samples) < MEMORY or not steps_ms:
         return 0.0
     return middle(che.sync_samples) / (steps_ms + middle(che.sync_samples))
+
+
+def is_long_merge(che: ElChe) -> bool:
+    """Whether overlap would be worth the delay: merges take as long as 20 steps of the fastest replica."""
+    return middle(che.sync_samples) >= _LONG * min(ms for ms in che.ms_per_batch if ms)
 
 
 def choose_wire(che: ElChe, coded_ms: float) -> WireChoice:

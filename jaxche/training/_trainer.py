@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, merge_share
+from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, is_long_merge, merge_share
 from jaxche.distributed import ElasticGroup
 from jaxche.messages import brief, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs
@@ -392,6 +392,8 @@ class Trainer(Rounds):
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
         if self._engine.overlaps:
             policy += f", beside the first {self._settings.overlap:.0%} of the next round"
+            if state.exchange_ms:
+                policy += f", and {state.exchange_ms:.3g} ms before that to exchange measurements"
         if self._engine.groups.ranks:
             groups = self._settings.groups.ranks
             policy += f"; groups {groups} merge {state.group_merges} times in a round, the last time with all"
@@ -410,7 +412,7 @@ class Trainer(Rounds):
         if settings.wire == "float32":
             advice.append("wire='int4' sends about 1/8 of the bytes")
         can_overlap = self.policy in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) and settings.scaling is None
-        if can_overlap and not settings.overlap:
+        if can_overlap and not settings.overlap and is_long_merge(state.che):
             advice.append("overlap=0.5 hides up to half a round")
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
 

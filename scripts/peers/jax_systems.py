@@ -63,7 +63,9 @@ class Jaxche(_OnJax):
 
     def __init__(self, task: Task, seed: int, learning_rate: float, pace_ms: float, **knobs: Any):
         # The trainer reads its pace from the environment, as every script under `jaxche launch --pace` does.
-        self._trainer = jaxche.Trainer(loss_fn, optax.adam(learning_rate), seed=seed, **knobs)
+        # With overlap merges run on the second device of each process.
+        replicas = jax.devices()[::2] if "overlap" in knobs else None
+        self._trainer = jaxche.Trainer(loss_fn, optax.adam(learning_rate), seed=seed, replicas=replicas, **knobs)
         self._data = jaxche.Batches({"x": task.x, "y": task.y}, task.batch_size, seed)
         state = self._trainer.init(from_list(task.start(seed)))
         for _ in range(WARM_ROUNDS if "policy" in knobs else 1):  # compiles

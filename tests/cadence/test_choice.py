@@ -11,7 +11,7 @@ import pytest
 
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
-from jaxche.cadence._choice import Costs, more_steps, options
+from jaxche.cadence._choice import Costs, alone_batches, more_steps, options
 from jaxche.cadence._tuners import MergeCost, effective_ranks, shared_worth
 
 BATCH = 16
@@ -126,6 +126,12 @@ def test_rows_are_shared_in_multiples_of_a_unit():
     cheap = Costs(0.2, MergeCost(0.2), 1e3)
     assert options(shares, shares.cuts(BATCH, 4), BATCH, cheap)[0].round_ms == pytest.approx(5.0)
     assert options(shares, shares.cuts(BATCH), BATCH, cheap)[0].round_ms == pytest.approx(1.25)
+
+
+def test_a_device_alone_merges_for_one_per_cent_of_the_time_and_soon_enough_to_choose_again():
+    assert alone_batches(100.0, 20.0) == 500
+    assert alone_batches(7.0, 20.0) == 35
+    assert alone_batches(0.2, 20.0) == 20
 
 
 def test_a_device_alone_where_merges_cost_more_than_the_others_add():

@@ -230,7 +230,7 @@ def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
         wall_ms = [50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]]
         che = che.report_timing(wall_ms, che.batch_counts, 100.0, exchange_ms=20.0)
     assert che.batch_counts == (8, 20)
-    with pytest.raises(ValueError, match="exchange_ms=-1.* write e.g. exchange_ms=1.0"):
+    with pytest.raises(ValueError, match=r"exchange_ms=-1.* write e.g. exchange_ms=1.0"):
         che.report_timing([50.0, 20.0], [1, 1], 100.0, exchange_ms=-1.0)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import jaxche
-from jaxche.cadence import WireChoice, choose_wire, merge_share
+from jaxche.cadence import WireChoice, choose_wire, is_long_merge, merge_share
 
 
 @pytest.fixture
@@ -26,6 +26,11 @@ def test_the_share_of_merges_follows_from_their_median_and_the_length_of_a_round
     assert merge_share(che) == pytest.approx(50 / (50 + steps_ms))
     assert merge_share(che.report_timing([80.0, 200.0], [4, 4], 5000.0)) == pytest.approx(50 / (50 + steps_ms), rel=0.5)
     assert merge_share(jaxche.ElChe(2, 4)) == 0.0
+
+
+def test_a_merge_is_long_from_twenty_steps_of_the_fastest_replica_on(measured):
+    assert not is_long_merge(measured(399.0))
+    assert is_long_merge(measured(400.0))
 
 
 @pytest.mark.parametrize(("coded_ms", "wire"), [(69.0, "int4"), (71.0, "float32"), (200.0, "float32")])

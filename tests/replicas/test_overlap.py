@@ -254,6 +254,7 @@ def test_nothing_runs_beside_the_exchange_of_measurements(make, data):
     state, _ = one.fit(state, data, max_steps=100, progress=False)
     assert state.che.exchange_samples == pytest.approx([7.0] * 3)
     assert state.che.sync_samples == pytest.approx([100.0] * 3)
+    assert "of the next round, and 7 ms before that to exchange measurements" in one.explain(state)
 
 
 def test_the_exchange_is_measured_beside_the_merge(make, data):

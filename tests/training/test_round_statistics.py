@@ -10,7 +10,7 @@ from jaxche.data import SequenceReader
 from jaxche.distributed import Group, RankError
 from jaxche.replicas._programs import Columns
 from jaxche.replicas._replica import LocalResult
-from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState
+from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState, _non_finite
 from jaxche.training import _round as module
 from jaxche.training._plan import PlannedRound
 from jaxche.training._round import RoundStatistics, host_rows
@@ -98,8 +98,8 @@ def test_a_merge_that_is_not_finite_names_all_batches():
 
 
 def test_batches_are_listed_as_ranges():
-    assert module._batch_names([(0, 7), (0, 8), (1, 0)]) == "batches 7 to 8 of epoch 0, batch 0 of epoch 1"
-    assert module._batch_names([(2, 5), (2, 1), (2, 2)]) == "batches 1 to 2 and 5 of epoch 2"
+    assert _non_finite._batch_names([(0, 7), (0, 8), (1, 0)]) == "batches 7 to 8 of epoch 0, batch 0 of epoch 1"
+    assert _non_finite._batch_names([(2, 5), (2, 1), (2, 2)]) == "batches 1 to 2 and 5 of epoch 2"
 
 
 def test_the_local_error_wins():
