@@ -73,6 +73,10 @@ class Jaxche(_OnJax):
         self._trainer.params(state)
         self._state = self._trainer.init(from_list(task.start(seed)))
 
+    def agree(self, value: float) -> float:
+        self._trainer.params(self._state)  # a merge in flight ends before other programs communicate
+        return super().agree(value)
+
     def run(self, batches: int) -> int:
         done = 0
         while done < batches:
