@@ -135,8 +135,8 @@ def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the
     # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
     speeds = np.array([50.0, 20.0])
     assert progress_anchor(speeds, MergeCost(100.0, 0.5), 3000.0, 200.0, 200, None) == 4
-    # A single batch of the slow device hides nothing; an exchange is worth longer rounds.
-    assert progress_anchor(speeds, MergeCost(10.0, 0.5), 3000.0, 50.0, 200, None) == 2
+    # A single batch of each device hides nothing; an exchange is worth longer rounds.
+    assert progress_anchor(np.array([50.0, 50.0]), MergeCost(10.0, 0.5), 3000.0, 50.0, 200, None) == 2
     assert progress_anchor(speeds, MergeCost(100.0, 0.5, 30.0), 3000.0, 300.0, 200, None) == 6
 
 
@@ -226,6 +226,7 @@ def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
     assert che.batch_counts == (4, 10)
 
     # Nothing hides an exchange of 20 ms, which is at most 5 % of 400 ms.
+    assert MergeCost(100.0, 0.5, 20.0).least_round_ms(0.05) == 400.0
     for _ in range(4):
         wall_ms = [50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]]
         che = che.report_timing(wall_ms, che.batch_counts, 100.0, exchange_ms=20.0)
