@@ -312,7 +312,7 @@ def steady_counts(
 def best_round_ms(cost: MergeCost, tau: float) -> float:
     """The round length T with the most progress, T / (T + max(0, C - f T) + E) / (1 + T / τ).
 
-    √((C + E) τ / (1 - f)), but no longer than hides the merge, C / f, or than √(E τ)
+    √((C + E) τ / (1 - f)), but no longer than the larger of C / f, which hides the merge, and √(E τ)
     """
     return cost.best_round_ms(lambda ms: math.sqrt(ms * tau))
 
