@@ -3,11 +3,14 @@
 
   .venv/bin/python scripts/bench_sharding.py                    FullShard and the others on 4 fake devices
   .venv/bin/python scripts/bench_sharding.py --platform gpu     on the available GPUs
+  .venv/bin/python scripts/bench_sharding.py --trainer --steps 40    exact sync by the trainer, against jit over a mesh
 
 Both train the same transformer on the same batches in the same process, turn by turn; medians. The step by hand is full
 FSDP: parameters and optimizer state in the same slices, donated, in the same dtype. Fake devices share the machine's
 cores: the ratio is the overhead of the step itself, not the speed of a network. FullShard gathers parameters a second
 time; the step by hand keeps them until the backward pass.
+
+With --trainer the devices share each batch in exact sync: as one replica of the trainer, and as a replica each.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=32, help="windows of 48 characters, of all devices")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--steps", type=int, default=4, help="a turn, of each system")
+    parser.add_argument("--trainer", action="store_true", help="exact sync of the trainer instead of strategies")
     args = parser.parse_args()
     if TUNABLES not in os.environ:  # page faults are a tenth of a step, or none, depending on sizes
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {TUNABLES: with_tunables("")})
@@ -49,12 +53,14 @@ def main() -> int:
         f"{problem.count / 1e6:.2f} million parameters, batches of {args.batch_size}, {len(devices)} devices "
         f"({devices[0].device_kind}), {args.turns} turns of {args.steps} steps\n"
     )
-    hand = ByHand(problem, FullShard(), devices)
     strategies: list[Any] = [FullShard(), ShardGradOp(), NoShard()]
     if len(devices) % 2 == 0 and len(devices) > 2:
         strategies += [HybridShard(len(devices) // 2), HybridShardGradOp(len(devices) // 2)]
-    ours = {str(strategy): Ours(problem, strategy, devices) for strategy in strategies}
-    systems: dict[str, Any] = {"by hand": hand, **ours}
+    systems: dict[str, Any] = {"by hand": ByHand(problem, NoShard() if args.trainer else FullShard(), devices)}
+    if args.trainer:
+        systems |= {"one replica": Trained(problem, "process"), "a replica each": Trained(problem, devices)}
+    else:
+        systems |= {str(strategy): Ours(problem, strategy, devices) for strategy in strategies}
     times: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(args.turns + 1):  # the first one warms up
         names = list(systems) if turn % 2 else list(reversed(systems))
@@ -63,7 +69,7 @@ def main() -> int:
             systems[name].run(args.steps)
             if turn:
                 times[name].append((time.perf_counter() - start) / args.steps * 1e3)
-    report(systems, times)
+    report(systems, times, costs=not args.trainer)
     return 0
 
 
@@ -162,30 +168,48 @@ class Ours:
         return explained.collectives, explained.theory, explained.peak
 
 
-def report(systems: dict[str, Any], times: dict[str, list[float]]) -> None:
-    hand = times["by hand"]
-    heads = ("ms a step", "to by hand", "range", "sent MiB", "theory MiB", "memory MiB", "last loss")
+class Trained:
+    """Exact sync by the trainer: one update for each batch."""
+
+    def __init__(self, problem: Problem, replicas: Any):
+        import jaxche
+
+        joined = {} if replicas == "process" else {"joined_batches": 1}
+        self._trainer = jaxche.Trainer(problem.loss_fn, problem.tx, policy="sync", replicas=replicas, **joined)
+        self._state, self._batches = self._trainer.init(problem.params), problem.batches
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> None:
+        import jax
+
+        batches = [self._batches[i % len(self._batches)] for i in range(steps)]
+        self._state, history = self._trainer.fit(self._state, batches, epochs=1, progress=False)
+        jax.block_until_ready(self._state.local_states)
+        self.losses.append(history[-1].loss)
+
+
+def report(systems: dict[str, Any], times: dict[str, list[float]], costs: bool) -> None:
+    hand, heads = times["by hand"], ["ms a step", "to by hand", "range"]
+    found = {name: system.costs() for name, system in systems.items()} if costs else {}
+    heads += ["sent MiB", "theory MiB", "memory MiB", "last loss"] if costs else []
     print(f"{'system':<22}" + "".join(f"{head:>14}" for head in heads))
-    costs = {name: system.costs() for name, system in systems.items()}
     for name, system in systems.items():
         ratios = [own / other for own, other in zip(times[name], hand, strict=True)]
-        sent, theory, peak = costs[name]
-        cells = (
-            f"{statistics.median(times[name]):.1f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{min(ratios):.2f}-{max(ratios):.2f}",
-            f"{sum(c.sent for c in sent) / 2**20:.3f}",
-            "-" if theory is None else f"{theory / 2**20:.3f}",
-            f"{peak / 2**20:.2f}",
-            f"{system.losses[-1]:.5f}",
-        )
+        cells = [f"{statistics.median(times[name]):.1f}", f"{statistics.median(ratios):.3f}"]
+        cells.append(f"{min(ratios):.2f}-{max(ratios):.2f}")
+        if costs:
+            sent, theory, peak = found[name]
+            cells += [f"{sum(c.sent for c in sent) / 2**20:.3f}", "-" if theory is None else f"{theory / 2**20:.3f}"]
+            cells += [f"{peak / 2**20:.2f}", f"{system.losses[-1]:.5f}"]
         print(f"{name:<22}" + "".join(f"{cell:>14}" for cell in cells))
+    if not costs:
+        return
     print("\nMiB a device sends in a step, by kind of collective, and how many there are")
-    for name, (sent, _, _) in costs.items():
+    for name, (sent, _, _) in found.items():
         kinds = {c.kind: [d for d in sent if d.kind == c.kind] for c in sent}
         shown = (f"{k} {sum(c.sent for c in kinds[k]) / 2**20:.3f} ({len(kinds[k])})" for k in sorted(kinds))
         print(f"{name:<22}  {', '.join(shown)}")
-    if "reduce-scatter" not in {c.kind for c in costs["by hand"][0]}:
+    if "reduce-scatter" not in {c.kind for c in found["by hand"][0]}:
         print("by hand: this compiler makes an all-reduce of annotations that ask for a reduce-scatter")
 
 

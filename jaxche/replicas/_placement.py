@@ -318,12 +318,16 @@ def _same(tree: Any) -> Any:
     return tree
 
 
-def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, virtual: int = 0) -> list[Placement]:
+def make_placements(
+    replicas: Sequence[Any] | str | None, strategy: ShardingStrategy, virtual: int = 0
+) -> list[Placement]:
     """The placements of all replicas, on different devices; those of this process are of one kind.
 
     The ``virtual`` replicas of a fleet may share devices; by default they are distributed over those of the process.
     """
     check_strategy(strategy)
+    if isinstance(replicas, str):
+        replicas = _named_replicas(replicas, strategy)
     if virtual and replicas is None and isinstance(strategy, NoShard):
         replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
     if isinstance(replicas, int | jax.Device | Mesh):
@@ -374,6 +378,19 @@ def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
         nodes = strategy.mesh(devices()).devices  # refuses a node size that does not divide the devices
         return [_within_node(strategy).mesh(node) for node in nodes]
     return [strategy.mesh(own) for own in devices_by_process().values()]
+
+
+def _named_replicas(name: str, strategy: ShardingStrategy) -> list[Any]:
+    """The devices of each process as one replica."""
+    if name != "process":
+        raise ValueError(
+            f"replicas={name!r} is neither 'process' nor a list; write replicas='process' for one replica of all "
+            "devices of a process, or replicas=jaxche.devices() for one of each device"
+        )
+    found = devices_by_process().values()
+    if isinstance(strategy, NoShard) and all(len(own) == 1 for own in found):
+        return [device for own in found for device in own]
+    return [strategy.mesh(own) for own in found]
 
 
 def _within_node(strategy: Any) -> ShardingStrategy:

@@ -56,7 +56,7 @@ class Arguments:
     merge: str
     opt_state: str
     outer: optax.GradientTransformation | None
-    replicas: Sequence[Device | Mesh | Sequence[Device]] | None
+    replicas: Sequence[Device | Mesh | Sequence[Device]] | str | None
     strategy: ShardingStrategy | None
     backend: str
     seed: int

@@ -219,6 +219,11 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
             f"protocol={protocol!r} is for stages in several processes, but a replica has all its stages in one; write "
             "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
         )
+    if isinstance(replicas, str):
+        raise ValueError(
+            f"replicas={replicas!r}: a replica of {n_stages} stages has {n_stages} devices; leave replicas= out, for "
+            "as many as there are in each process, or give lists of devices"
+        )
     given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
     for one, other in itertools.combinations(given, 2):
         if shared := set(one) & set(other):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,9 @@ from jaxche.training._membership import Membership
 from jaxche.training._plan import GivenRound
 from jaxche.training._rounds import Rounds, checked_state
 from jaxche.training._state import TrainerState
+
+# Replicas whose times differ by less are equally fast.
+_ALIKE = 1.1
 
 
 class Trainer(Rounds):
@@ -63,11 +66,12 @@ class Trainer(Rounds):
         averaged) takes the weighted mean of its moments and of their counts, ``"local"`` keeps it, ``"reset"``
         initializes the moments again. Schedules continue in all three cases. With ``overlap=`` it is ``"local"``.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
-      replicas: the replicas of all processes, each a device or a mesh of devices (an *island*: a sharded replica). By
-        default every device of :func:`jaxche.devices` is a replica; with ``strategy=HybridShard(n)`` every node of
-        ``n`` devices, with other sharding strategies all devices of a process. For a model in stages each replica is a
-        list of devices, one per stage, and each stage is merged over its devices; by default the devices of each
-        process in their order. The ``devices=`` of the ``Partitioned`` are not used.
+      replicas: the replicas of all processes, each a device or a mesh of devices (an *island*). ``"process"``: all
+        devices of a process are one replica, whose step is one program, as of ``jit`` over a mesh, and cuts each batch
+        over them; for equally fast devices. By default every device of :func:`jaxche.devices` is a replica; with
+        ``strategy=HybridShard(n)`` every node of ``n`` devices, with other sharding strategies all of a process. For a
+        model in stages each replica is a list of devices, one per stage, and each stage is merged over its devices; by
+        default the devices of each process in their order. The ``devices=`` of the ``Partitioned`` are not used.
       strategy: how the devices of an island share parameters, gradients and optimizer state, e.g.
         ``jaxche.FullShard()``. Islands merge shard by shard, over the devices with the same shard, without a gather.
         Islands of different sizes first reshard among their own devices to a common layout.
@@ -168,7 +172,7 @@ class Trainer(Rounds):
         merge: str = "steps",
         opt_state: str = "auto",
         outer: optax.GradientTransformation | None = None,
-        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
+        replicas: Sequence[Device | Mesh | Sequence[Device]] | str | None = None,
         strategy: ShardingStrategy | None = None,
         backend: str = "auto",
         seed: int = 0,
@@ -372,7 +376,7 @@ class Trainer(Rounds):
         parts = [state.choice.reason if state.choice is not None else self._given_policy(state)]
         if state.wire is not None and state.wire.reason:
             parts.append(state.wire.reason)
-        elif advice := self._cheaper_merges(state):
+        elif advice := self._cheaper_merges(state) or self._cheaper_syncs(state):
             parts.append(advice)
         if state.che is not None and state.che.limit and self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
             parts.append(state.che.limit)
@@ -415,6 +419,23 @@ class Trainer(Rounds):
         if can_overlap and not settings.overlap and is_long_merge(state.che):
             advice.append("overlap=0.5 hides up to half a round")
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
+
+    def _cheaper_syncs(self, state: TrainerState) -> str:
+        """The argument that makes the equally fast devices of a process one replica; empty if it would not help."""
+        settings, shares, rows = self._settings, state.row_shares, self._engine.batch_size
+        if self._rules.policy_of(state) is not ApplyPolicy.SYNC or not (shares.is_measured and rows):
+            return ""
+        if settings.staged or settings.fleet is not None or any(settings.paces):
+            return ""
+        fixed, slope = shares.fit()
+        found: dict[int, list[float]] = defaultdict(list)
+        for rank, ms in zip(self._engine.order, fixed + slope * rows, strict=True):
+            if settings.placements[rank].devices.size > 1:
+                return ""
+            found[settings.processes_of_ranks[rank][0]].append(ms)
+        if any(max(own) > _ALIKE * min(own) for own in found.values()) or len(found) == len(fixed):
+            return ""
+        return "the replicas of a process are equally fast: replicas='process' makes one of them, which syncs faster"
 
 
 def _replicas_text(replicas: Sequence[np.ndarray], fleet: VirtualFleet | None) -> str:

@@ -12,8 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
+from jaxche.replicas import _placement as placement
 from jaxche.replicas._merge_program import HOST_COLUMNS
-from jaxche.replicas._placement import check_local_devices, make_placements, merges_on_host
+from jaxche.replicas._placement import (
+    DevicePlacement,
+    ShardedPlacement,
+    check_local_devices,
+    make_placements,
+    merges_on_host,
+)
 from jaxche.sharding import (
     FullShard,
     HybridShard,
@@ -200,6 +207,13 @@ def test_a_process_is_an_island_by_default(devices, train, as_devices):
     assert len(island[1].local_states[0].params["a"].sharding.device_set) == 8
 
 
+def test_the_devices_of_a_process_are_one_replica_by_name(devices, train, as_devices):
+    island = train("process", ((3,), (2,)))
+    assert island[0].world_size == 1
+    assert len(island[1].local_states[0].params["a"].sharding.device_set) == 8
+    as_devices(island, train(devices[:1], ((3,), (2,))))
+
+
 def test_parameters_made_on_the_island_are_never_whole(devices):
     strategy = FullShard()
     loss, params, data = make_problem()
@@ -261,8 +275,26 @@ def test_replicas_are_the_given_devices_or_all(devices):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "strategy", "kind"),
+    [
+        ((3, 2), NoShard(), ShardedPlacement),
+        ((3, 1), NoShard(), ShardedPlacement),  # all of one kind
+        ((1, 1), NoShard(), DevicePlacement),
+        ((1, 1), FullShard(), ShardedPlacement),
+    ],
+)
+def test_a_replica_has_the_devices_of_its_process(devices, monkeypatch, sizes, strategy, kind):
+    found = {process: devices[4 * process :][:size] for process, size in enumerate(sizes)}
+    monkeypatch.setattr(placement, "devices_by_process", lambda: found)
+    made = make_placements("process", strategy)
+    assert [list(one.devices.flat) for one in made] == list(found.values())
+    assert {type(one) for one in made} == {kind}
+
+
+@pytest.mark.parametrize(
     ("call", "named"),
     [
+        (lambda d: make_placements("node", NoShard()), "replicas='node' is neither 'process' nor a list"),
         (lambda d: make_placements([d[0], d[0]], NoShard()), "different devices"),
         (lambda d: check_local_devices([gpu("A", process=1)]), "no device of this process"),
         (lambda d: check_local_devices([gpu("B"), gpu("A"), gpu("B")]), r"kinds \(A, B\).*per kind.*launch -n 3"),

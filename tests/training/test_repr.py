@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.cadence import RowShares
 from jaxche.training._trainer import _replicas_text
 
 LINE = 110
@@ -90,3 +91,33 @@ def test_explain_counts_the_batches_of_the_policy(problem, devices):
     assert cadence.explain(cadence.init(problem.params)) == "policy='cadence', as given: (1, 1) batches in a round"
     with pytest.raises(ValueError, match=r"state=5 is not a state of this trainer; .* then trainer\.explain\(state"):
         cadence.explain(5)
+
+
+@pytest.mark.parametrize(
+    ("ms", "policy", "options", "is_advised"),
+    [
+        ((20.0, 21.0), "sync", {}, True),
+        ((20.0, 23.0), "sync", {}, False),
+        ((20.0, 21.0), "cadence", {}, False),
+        ((20.0, 21.0), "sync", {"pace_ms": 1.0}, False),
+        ((20.0, 21.0), "sync", {"fleet": jaxche.VirtualFleet([20.0, 21.0])}, False),
+    ],
+)
+def test_explain_makes_equally_fast_devices_one_replica(problem, devices, ms, policy, options, is_advised):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy, replicas=devices[:2], **options)
+    state, _ = trainer.round(trainer.init(problem.params), problem.data)
+    assert "replicas=" not in trainer.explain(dataclasses.replace(state, row_shares=RowShares()))
+    shares = RowShares()
+    for _ in range(3):
+        shares = shares.report([1, 1], [16, 16], ms)
+    assert ("replicas='process'" in trainer.explain(dataclasses.replace(state, row_shares=shares))) == is_advised
+
+
+def test_explain_leaves_islands_as_they_are(problem, devices):
+    islands = [jaxche.NoShard().mesh(devices[:2]), jaxche.NoShard().mesh(devices[2:4])]
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), "sync", replicas=islands)
+    state, _ = trainer.round(trainer.init(problem.params), problem.data)
+    shares = RowShares()
+    for _ in range(3):
+        shares = shares.report([1, 1], [16, 16], (20.0, 20.0))
+    assert "replicas=" not in trainer.explain(dataclasses.replace(state, row_shares=shares))

@@ -203,6 +203,9 @@ REFUSED = {
         "replicas": d[:2]
     },
     r"for 2 stages each replica is a list of 2 devices, ": lambda d: {"replicas": [d[:2], d[2:5]]},
+    r"replicas='process': a replica of 2 stages has 2 devices; leave replicas= out, for as many": lambda d: {
+        "replicas": "process"
+    },
     r"in two replicas; give each devices of its own": lambda d: {"replicas": [d[:2], d[1:3]]},
     r"process 0 has 8 devices, which do not make whole replicas of 3 stages": three,
     r"replicas has no device of this process": lambda d: {"replicas": []},
