@@ -273,12 +273,14 @@ ISLANDS = {
 }
 
 
-def islands(problem, groups, host):
+def islands(problem, groups, host, named):
     """Training on islands, then a batch that one process of the first cannot read."""
     strategy = jaxche.FullShard()
     grouped = [[d for d in jaxche.devices() if d.process_index in group] for group in groups]
     if host:
         knobs = {"replicas": [devices[0] for devices in grouped], "backend": "host"}
+    elif named:
+        knobs = {"replicas": "process", "strategy": strategy}
     else:
         knobs = {"replicas": [strategy.mesh(devices) for devices in grouped], "strategy": strategy}
     counts = COUNTS if len(groups) > 1 else [(sum(row),) for row in COUNTS]
@@ -467,7 +469,7 @@ def main(what, folder):
         result["wires"] = chosen_wire(problem)
         result["private"] = [is_private(device) for device in jaxche.devices()]
     elif what in ISLANDS:
-        result = islands(problem, ISLANDS[what][1], host=what == "host")
+        result = islands(problem, ISLANDS[what][1], host=what == "host", named=what == "unequal islands")
     elif what == "groups":
         given = {"groups": "process", "replicas": jaxche.devices()[::2]}
         result = {name: groups(problem, options, **given) for name, options in GROUPS.items()}
