@@ -376,7 +376,7 @@ class Trainer(Rounds):
         parts = [state.choice.reason if state.choice is not None else self._given_policy(state)]
         if state.wire is not None and state.wire.reason:
             parts.append(state.wire.reason)
-        elif advice := self._cheaper_merges(state) or self._cheaper_syncs(state):
+        elif advice := self._cheaper_syncs(state) or self._cheaper_merges(state):
             parts.append(advice)
         if state.che is not None and state.che.limit and self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
             parts.append(state.che.limit)
@@ -421,9 +421,14 @@ class Trainer(Rounds):
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
 
     def _cheaper_syncs(self, state: TrainerState) -> str:
-        """The argument that makes the equally fast devices of a process one replica; empty if it would not help."""
+        """The argument that makes the equally fast devices of a process one replica; empty if it would not help.
+
+        ``"auto"`` gets it under local steps too, which it may take because a sync of a replica each is slow.
+        """
         settings, shares, rows = self._settings, state.row_shares, self._engine.batch_size
-        if self._rules.policy_of(state) is not ApplyPolicy.SYNC or not (shares.is_measured and rows):
+        if self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) or not (shares.is_measured and rows):
+            return ""
+        if len(shares.ranks) != self.world_size:  # measured before the processes changed
             return ""
         if settings.staged or settings.fleet is not None or any(settings.paces):
             return ""

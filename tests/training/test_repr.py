@@ -98,6 +98,7 @@ def test_explain_counts_the_batches_of_the_policy(problem, devices):
     [
         ((20.0, 21.0), "sync", {}, True),
         ((20.0, 23.0), "sync", {}, False),
+        ((20.0, 21.0), "auto", {}, True),
         ((20.0, 21.0), "cadence", {}, False),
         ((20.0, 21.0), "sync", {"pace_ms": 1.0}, False),
         ((20.0, 21.0), "sync", {"fleet": jaxche.VirtualFleet([20.0, 21.0])}, False),
@@ -111,6 +112,17 @@ def test_explain_makes_equally_fast_devices_one_replica(problem, devices, ms, po
     for _ in range(3):
         shares = shares.report([1, 1], [16, 16], ms)
     assert ("replicas='process'" in trainer.explain(dataclasses.replace(state, row_shares=shares))) == is_advised
+
+
+def test_explain_makes_them_one_replica_also_under_local_steps_of_auto(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), "auto", replicas=devices[:2])
+    state, _ = trainer.round(trainer.init(problem.params), problem.data)
+    shares = RowShares()
+    for _ in range(3):
+        shares = shares.report([1, 1], [16, 16], (20.0, 20.0))
+    local = dataclasses.replace(state.choice, policy=jaxche.ApplyPolicy.CADENCE, reason="local steps")
+    text = trainer.explain(dataclasses.replace(state, row_shares=shares, choice=local))
+    assert text.startswith("local steps; the replicas of a process are equally fast: replicas='process'")
 
 
 def test_explain_leaves_islands_as_they_are(problem, devices):
