@@ -140,12 +140,10 @@ class MergeProgram:
         self._accumulates = are_accumulators(local.opt_state)
         self._keeps_count = select_counts(local.opt_state, self._accumulates)
         # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
-        self._specs = {
-            "delta": replica_mesh.specs("grads", local.params),
-            "grads": replica_mesh.specs("grads", local.params),
-        }
+        changes = replica_mesh.cut(replica_mesh.specs("grads", local.params), local.params)
+        self._specs = {"delta": changes, "grads": changes}
         # In the order of the leaves, because only some of them are sent.
-        opt_specs = replica_mesh.specs("opt_state", local.opt_state)
+        opt_specs = replica_mesh.cut(replica_mesh.specs("opt_state", local.opt_state), local.opt_state)
         self._opt_specs = jax.tree.leaves(opt_specs, is_leaf=lambda x: isinstance(x, P))
 
     def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:

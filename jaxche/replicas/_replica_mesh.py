@@ -21,6 +21,8 @@ from jaxche.replicas._placement import DevicePlacement, Placement, is_local
 AXIS = "replica"
 # The axes within a replica: copies, and the shards of each copy.
 _INNER = ("copy", "shard")
+# Arrays from this size on are cut for a sum over replicas.
+_CUT_BYTES = 1 << 18
 
 
 class ReplicaMesh:
@@ -95,6 +97,25 @@ class ReplicaMesh:
     def specs(self, name: str, tree: Any) -> Any:
         """The PartitionSpecs of a named tree within a replica of this mesh."""
         return self._views[0].specs(name, tree)
+
+    def cut(self, specs: Any, tree: Any) -> Any:
+        """Specs that also cut large arrays that each device of a replica holds whole, for their sum over replicas.
+
+        Then each device sums one part with the other replicas, and not all of them the whole, and the devices of a
+        replica gather the sums from each other. ``tree`` has a leading replica axis.
+        """
+        parts = math.prod(self.mesh.shape[axis] for axis in self.inner)
+
+        def one(spec: P, x: Any) -> P:
+            shape = x.shape[1:]
+            places = [i for i, size in enumerate(shape) if size % parts == 0]
+            if any(spec) or not places or math.prod(shape) * x.dtype.itemsize < _CUT_BYTES:
+                return spec
+            return P(*[None] * places[0], self.inner)
+
+        if parts == 1:
+            return specs
+        return jax.tree.map(one, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
     def sharding(self, spec: Any) -> NamedSharding:
         """The sharding of an ``[R, ...]`` view with rows sharded by ``spec``."""

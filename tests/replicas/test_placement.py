@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.replicas import _placement as placement
+from jaxche.replicas import _replica_mesh as replica_mesh
 from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._placement import (
     DevicePlacement,
@@ -137,6 +138,53 @@ def test_every_setting_is_right_on_shards(devices, setting, train, as_devices, s
     assert islands[2][-1].lr_factor == pytest.approx(plain[2][-1].lr_factor, rel=1e-3)
 
 
+@pytest.fixture
+def all_cut(monkeypatch):
+    """Arrays of any size are cut for a sum over islands whose devices hold them whole."""
+    monkeypatch.setattr(replica_mesh, "_CUT_BYTES", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_cut")
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (3, 3)], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_is_right_where_whole_copies_are_cut_for_the_sum(devices, setting, train, as_devices, sizes):
+    strategy, knobs = NoShard(), SETTINGS[setting]
+    meshes = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
+    islands, plain = (train(r, ROUNDS[:3], **knobs) for r in (meshes, devices[:2]))
+    as_devices(islands, plain)
+    assert islands[2][-1].noise == pytest.approx(plain[2][-1].noise, rel=1e-3, nan_ok=True)
+    assert islands[2][-1].drift == pytest.approx(plain[2][-1].drift, rel=1e-3)
+
+
+@pytest.mark.usefixtures("all_cut")
+@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
+def test_codes_of_whole_copies_are_cut_too(devices, train, same, wire):
+    strategy = NoShard()
+    meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
+    state, exact = (train(meshes, wire=one)[1] for one in (wire, "float32"))
+    first, second = (local.params for local in state.local_states)
+    same(first, second)
+    for one in jax.tree.leaves(first):
+        assert one.sharding.is_fully_replicated
+        same([shard.data for shard in one.addressable_shards], [one] * 4)
+    near = {"bfloat16": 1e-3, "int4": 0.05}[wire]
+    chex.assert_trees_all_close(first, exact.local_states[0].params, atol=near)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_an_island_with_whole_copies_sends_the_bytes_of_one_device(devices, wire):
+    data, params = [np.ones((4, 512), np.float32)] * 8, jnp.ones((512, 128))
+
+    def sent(replicas):
+        trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), replicas=replicas, wire=wire)
+        trainer.round(trainer.init(params), data, counts=(1, 1))
+        return trainer._engine.sent_bytes
+
+    islands = [NoShard().mesh(devices[:4]), NoShard().mesh(devices[4:])]
+    assert sent(islands) == pytest.approx(sent(devices[:2]), rel=0.05)
+
+
 def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
     strategy = FullShard()
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
@@ -155,8 +203,9 @@ def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
             assert shard.data.unsafe_buffer_pointer() == pieces[shard.device]
 
 
-def test_the_merge_sends_pieces_between_islands_only(devices, train):
-    strategy = FullShard()
+@pytest.mark.usefixtures("all_cut")
+@pytest.mark.parametrize("strategy", [FullShard(), NoShard()], ids=str)
+def test_the_merge_sends_pieces_between_islands_only(devices, train, strategy):
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy, opt_state="local")
     engine = trainer._engine
@@ -170,9 +219,11 @@ def test_the_merge_sends_pieces_between_islands_only(devices, train):
     pieces, columns = (8 * 12 + 12 * 3) // 4 + 3 + 1, len(HOST_COLUMNS) + 4
     assert {one.kind for one in found if one.groups == across} == {"all-reduce"}
     assert pieces < sum(one.nbytes for one in found if one.groups == across) // 4 < pieces + 2 * 4 * columns + 10
-    # Inside them a few sums of scalars, and of the gathers none but that of the table: one row a device.
+    # Inside them a few sums of scalars, and gathers of the table, one row a device, and of what each device has whole.
     inside = [one for one in found if one.groups == within]
-    assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * columns]
+    whole = [4 * 8 * 12, 4 * 12 * 3] if isinstance(strategy, NoShard) else []
+    gathered = [one.nbytes for one in inside if one.kind == "all-gather"]
+    assert sorted(gathered) == sorted([4 * 2 * 4 * columns, *whole])
     assert sum(one.nbytes for one in inside if one.kind != "all-gather") < 4 * 10
 
 

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.distributed import Group
-from jaxche.replicas._placement import DevicePlacement
+from jaxche.replicas._placement import DevicePlacement, ShardedPlacement
 from jaxche.replicas._replica_mesh import ReplicaMesh
-from jaxche.sharding import FullShard, ShardGradOp
+from jaxche.sharding import FullShard, NoShard, ShardGradOp
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
@@ -44,6 +45,26 @@ def test_islands_meet_on_the_host_too(problem, devices, sizes):
         state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 3))
         ends.append(jax.device_get((trainer.params(state), state.opt_state)))
     chex.assert_trees_all_close(*ends, rtol=1e-6, atol=1e-8)
+
+
+def test_large_whole_arrays_are_cut_along_the_first_axis_that_all_devices_divide(devices):
+    strategy = NoShard()
+    shapes = {
+        "large": jax.ShapeDtypeStruct((1, 3, 256, 128), np.float32),  # 384 KiB
+        "small": jax.ShapeDtypeStruct((1, 128, 511), np.float32),
+        "odd": jax.ShapeDtypeStruct((1, 257, 257), np.float32),
+        "cut": jax.ShapeDtypeStruct((1, 512, 512), np.float32),
+    }
+    specs = {"large": P(), "small": P(), "odd": P(), "cut": P(None, "shard")}
+
+    def cut(*islands):
+        placements = [ShardedPlacement(strategy.mesh(island), strategy, shapes) for island in islands]
+        return ReplicaMesh(Group(), placements).cut(specs, shapes)
+
+    assert cut(devices[:4], devices[4:]) == specs | {"large": P(None, ("copy", "shard"))}
+    assert cut(devices[:1], devices[1:2]) == specs
+    plain = ReplicaMesh(Group(), [DevicePlacement(device) for device in devices[:2]])
+    assert plain.cut(P(), shapes) == P()
 
 
 def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
