@@ -327,7 +327,12 @@ def make_placements(
     """
     check_strategy(strategy)
     if isinstance(replicas, str):
-        replicas = _named_replicas(replicas, strategy)
+        if replicas != "process":
+            raise ValueError(
+                f"replicas={replicas!r} is neither 'process' nor a list; write replicas='process' for one replica of "
+                "all devices of a process, or replicas=jaxche.devices() for one of each device"
+            )
+        replicas = _of_processes(strategy)
     if virtual and replicas is None and isinstance(strategy, NoShard):
         replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
     if isinstance(replicas, int | jax.Device | Mesh):
@@ -377,16 +382,11 @@ def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
     if isinstance(strategy, HybridShard | HybridShardGradOp):
         nodes = strategy.mesh(devices()).devices  # refuses a node size that does not divide the devices
         return [_within_node(strategy).mesh(node) for node in nodes]
-    return [strategy.mesh(own) for own in devices_by_process().values()]
+    return _of_processes(strategy)
 
 
-def _named_replicas(name: str, strategy: ShardingStrategy) -> list[Any]:
+def _of_processes(strategy: ShardingStrategy) -> list[Any]:
     """The devices of each process as one replica."""
-    if name != "process":
-        raise ValueError(
-            f"replicas={name!r} is neither 'process' nor a list; write replicas='process' for one replica of all "
-            "devices of a process, or replicas=jaxche.devices() for one of each device"
-        )
     found = devices_by_process().values()
     if isinstance(strategy, NoShard) and all(len(own) == 1 for own in found):
         return [device for own in found for device in own]

@@ -93,6 +93,14 @@ def test_explain_counts_the_batches_of_the_policy(problem, devices):
         cadence.explain(5)
 
 
+def measured(ms):
+    """The times of two replicas for a batch, measured in exact sync."""
+    shares = RowShares()
+    for _ in range(3):
+        shares = shares.report([1, 1], [16, 16], ms)
+    return shares
+
+
 @pytest.mark.parametrize(
     ("ms", "policy", "options", "is_advised"),
     [
@@ -108,20 +116,14 @@ def test_explain_makes_equally_fast_devices_one_replica(problem, devices, ms, po
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy, replicas=devices[:2], **options)
     state, _ = trainer.round(trainer.init(problem.params), problem.data)
     assert "replicas=" not in trainer.explain(dataclasses.replace(state, row_shares=RowShares()))
-    shares = RowShares()
-    for _ in range(3):
-        shares = shares.report([1, 1], [16, 16], ms)
-    assert ("replicas='process'" in trainer.explain(dataclasses.replace(state, row_shares=shares))) == is_advised
+    assert ("replicas='process'" in trainer.explain(dataclasses.replace(state, row_shares=measured(ms)))) == is_advised
 
 
 def test_explain_makes_them_one_replica_also_under_local_steps_of_auto(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), "auto", replicas=devices[:2])
     state, _ = trainer.round(trainer.init(problem.params), problem.data)
-    shares = RowShares()
-    for _ in range(3):
-        shares = shares.report([1, 1], [16, 16], (20.0, 20.0))
     local = dataclasses.replace(state.choice, policy=jaxche.ApplyPolicy.CADENCE, reason="local steps")
-    text = trainer.explain(dataclasses.replace(state, row_shares=shares, choice=local))
+    text = trainer.explain(dataclasses.replace(state, row_shares=measured((20.0, 20.0)), choice=local))
     assert text.startswith("local steps; the replicas of a process are equally fast: replicas='process'")
 
 
@@ -129,7 +131,4 @@ def test_explain_leaves_islands_as_they_are(problem, devices):
     islands = [jaxche.NoShard().mesh(devices[:2]), jaxche.NoShard().mesh(devices[2:4])]
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), "sync", replicas=islands)
     state, _ = trainer.round(trainer.init(problem.params), problem.data)
-    shares = RowShares()
-    for _ in range(3):
-        shares = shares.report([1, 1], [16, 16], (20.0, 20.0))
-    assert "replicas=" not in trainer.explain(dataclasses.replace(state, row_shares=shares))
+    assert "replicas=" not in trainer.explain(dataclasses.replace(state, row_shares=measured((20.0, 20.0))))
