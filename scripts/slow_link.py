@@ -401,8 +401,12 @@ def measure_bare(size: int, times: int) -> dict[str, Any]:
 
 
 def sent_bytes() -> int:
-    """Bytes that this machine has sent."""
-    return int(Path("/sys/class/net/veth0/statistics/tx_bytes").read_text())
+    """Bytes that this machine has sent, once all have left: it may have a sum before the others do."""
+    path, sent = Path("/sys/class/net/veth0/statistics/tx_bytes"), -1
+    while sent != (now := int(path.read_text())):
+        sent = now
+        time.sleep(0.2)
+    return sent
 
 
 def grow(steps: int) -> list[dict[str, Any]]:
