@@ -29,8 +29,8 @@ gc.disable()
 DEVICES = 8
 # Of `jaxche launch`, Slurm, Open MPI, MPICH and Kubernetes.
 LAUNCHERS = ("JAXCHE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
-# One for each of the processes that run tests side by side: JAX writes it without a lock.
-_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "alone")
+# Of all processes that run tests side by side, and of those that they start.
+_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax" / "tests"
 
 # Tests compile thousands of small programs and run each for microseconds: compiling them plainly is ten times faster.
 # Not on a GPU, whose compiler reads the first of these flags too. Child processes inherit them.
@@ -59,7 +59,9 @@ def share_programs():
         if callbacks:  # which JAX from 0.12 on binds to the program
             return read(key, options, backend, devices, callbacks)
         if (backend, key) not in _PROGRAMS:
-            found = read(key, options, backend, devices)
+            found = None, None
+            with contextlib.suppress(Exception):  # half of a program, whose process was killed: it is written again
+                found = read(key, options, backend, devices)
             if found[0] is None:
                 return found
             _PROGRAMS[backend, key] = found
@@ -82,7 +84,9 @@ if _PLATFORMS[0] != "cpu" and "cpu" in _PLATFORMS:
 if jax.config.jax_platforms == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*PLAIN_CODE, os.environ.get("XLA_FLAGS", "")]).strip()
     share_programs()
-    runpy.run_path(str(Path(__file__).with_name("mlir_contexts.py")))["share_contexts"]()
+    compilation = runpy.run_path(str(Path(__file__).with_name("compilation.py")))
+    compilation["share_contexts"]()
+    compilation["write_whole"]()
 # The compiled programs of one test serve the next, also those that took no time: eager operations and small steps are
 # compiled again and again, in every module and in every process a test starts. Child processes find the same cache.
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))

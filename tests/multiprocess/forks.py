@@ -138,7 +138,9 @@ def main(number):
     import jaxche
 
     assert jaxche.Trainer  # is imported by its first use
-    runpy.run_path(str(Path(__file__).parents[1] / "mlir_contexts.py"))["share_contexts"]()
+    compilation = runpy.run_path(str(Path(__file__).parents[1] / "compilation.py"))
+    compilation["share_contexts"]()
+    compilation["write_whole"]()
     # What is imported stays: the garbage collector of a fork does not visit it.
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
