@@ -70,18 +70,23 @@ class Command:
         parser.set_defaults(command_object=self)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the action and return the exit code; an invalid argument is one line on standard error, and code 2."""
-        try:
-            code = self.action(args)
-            sys.stdout.flush()
-            return code
-        except KeyboardInterrupt:
-            return 130
-        except (ValueError, ImportError, OSError) as error:
-            if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
-                return 141
-            print_error(self.name, error)
-            return 2
+        """Run the action and return the exit code."""
+        return exit_code(self.name, lambda: self.action(args))
+
+
+def exit_code(command: str, action: Callable[[], int]) -> int:
+    """The exit code of an action; an invalid argument is one line on standard error, and code 2."""
+    try:
+        code = action()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, ImportError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            return 141
+        print_error(command, error)
+        return 2
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -103,7 +108,7 @@ def paint(text: str, style: str, stream: TextIO | None = None) -> str:
 
 def print_error(command: str, error: object) -> None:
     """Print ``jaxche COMMAND: error: ...`` on standard error."""
-    sys.stderr.write(f"jaxche {command}: {paint('error', 'bad', sys.stderr)}: {error}\n")
+    sys.stderr.write(f"{f'jaxche {command}'.rstrip()}: {paint('error', 'bad', sys.stderr)}: {error}\n")
     sys.stderr.flush()
 
 

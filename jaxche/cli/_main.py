@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxche.cli import _coordinator, _doctor, _launch, _plan, _report, _simulate, _train
-from jaxche.cli._command import Command, Parser
+from jaxche.cli._command import Command, Parser, exit_code
 from jaxche.cli._options import command_word, directory_path, file_path
 
 _OVERVIEW = """\
@@ -74,16 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = vars(args).pop("command_object", None)
     if unknown:
         (parser if command is None else _parsers(parser)[command.name]).refuse(unknown)
-    if args.version:
-        import jaxche
-
-        print(f"jaxche {jaxche.__version__}")
-        return 0
-    if command is None:
-        print(_OVERVIEW)
-        return 0
+    if args.version or command is None:
+        return exit_code("", _print_version if args.version else _print_overview)
     args.words = words
     return command.run(args)
+
+
+def _print_version() -> int:
+    import jaxche
+
+    print(f"jaxche {jaxche.__version__}")
+    return 0
+
+
+def _print_overview() -> int:
+    print(_OVERVIEW)
+    return 0
 
 
 def make_parser() -> Parser:

@@ -36,6 +36,17 @@ def test_error_format(capsys):
     assert capsys.readouterr().err.startswith("jaxche simulate: error: a simulation needs two or more ranks")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("words", "name"), [([], "jaxche"), (["--version"], "jaxche"), (["simulate"], "jaxche simulate")]
+)
+def test_an_output_that_cannot_be_written_is_one_line(words, name):
+    with open("/dev/full", "w") as out:
+        command = [sys.executable, "-m", "jaxche", *words]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"{name}: error: [Errno 28] No space left on device\n")
+
+
 def test_an_exit_at_once_needs_no_reader():
     words = [sys.executable, "-c", "import jaxche.cli._command as c; print('result'); c.exit_at_once(3)"]
     reader, writer = os.pipe()
