@@ -57,7 +57,7 @@ DEADLINES = {"20/50": 40.0, "20/20/40/80": 24.0, "20/20/60": 24.0, "20/20/20/20/
 # The image tasks need fewer batches, and a late phase is short.
 SHARE = {"text": 1.0, "late": 0.5, "mnist": 0.5, "digits": 0.25}
 GRIDS = {"text": (2e-3, 4e-3, 8e-3, 16e-3), "late": (5e-4, 1e-3, 2e-3, 4e-3), "mnist": (1e-3, 2e-3, 4e-3, 8e-3)}
-GRIDS["digits"] = GRIDS["mnist"]
+GRIDS["digits"] = GRIDS["text"]
 POINTS = {"constant": 12, "annealed": 6}  # evaluations of a run
 LATE = {"epochs": 10, "learning_rate": 4e-3}  # of the run from which the late task starts
 
