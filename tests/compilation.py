@@ -7,6 +7,12 @@ from jax._src import lru_cache
 from jax._src.interpreters import mlir
 
 
+def share():
+    """Share contexts and programs; called once a process."""
+    share_contexts()
+    write_whole()
+
+
 def share_contexts():
     """The modules of a thread are lowered in one MLIR context: to load its dialects takes as long as a small module."""
     make, own = mlir.make_ir_context, threading.local()

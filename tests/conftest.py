@@ -84,9 +84,7 @@ if _PLATFORMS[0] != "cpu" and "cpu" in _PLATFORMS:
 if jax.config.jax_platforms == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*PLAIN_CODE, os.environ.get("XLA_FLAGS", "")]).strip()
     share_programs()
-    compilation = runpy.run_path(str(Path(__file__).with_name("compilation.py")))
-    compilation["share_contexts"]()
-    compilation["write_whole"]()
+    runpy.run_path(str(Path(__file__).with_name("compilation.py")))["share"]()
 # The compiled programs of one test serve the next, also those that took no time: eager operations and small steps are
 # compiled again and again, in every module and in every process a test starts. Child processes find the same cache.
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))

@@ -138,9 +138,7 @@ def main(number):
     import jaxche
 
     assert jaxche.Trainer  # is imported by its first use
-    compilation = runpy.run_path(str(Path(__file__).parents[1] / "compilation.py"))
-    compilation["share_contexts"]()
-    compilation["write_whole"]()
+    runpy.run_path(str(Path(__file__).parents[1] / "compilation.py"))["share"]()
     # What is imported stays: the garbage collector of a fork does not visit it.
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
