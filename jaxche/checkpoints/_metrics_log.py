@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import re
 from pathlib import Path
 
+from jaxche.checkpoints._system_errors import no_space
 from jaxche.distributed import Group
 from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 
 _log = logging.getLogger("jaxche")
-
-# A full disk, a file above the limit of its size, and a full quota.
-_ERRNOS = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
-# TensorStore has the number of the system's error in its text only.
-_CODE = re.compile(r"os_error_code='(\d+)'")
 
 
 class MetricsLog:
@@ -78,13 +72,3 @@ class MetricsLog:
                 part.write_bytes(text)
                 part.replace(self._file)
         return kept
-
-
-def no_space(error: BaseException | None) -> str | None:
-    """The system's message if an error, of the system or of a library that writes, is due to a full disk; else None."""
-    while error is not None:
-        codes = [error.errno] if isinstance(error, OSError) else map(int, _CODE.findall(str(error)))
-        if found := _ERRNOS.intersection(codes):
-            return os.strerror(min(found))
-        error = error.__cause__ or error.__context__
-    return None

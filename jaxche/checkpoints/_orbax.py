@@ -22,7 +22,7 @@ _ERRORS = 8
 
 @contextlib.contextmanager
 def barriers(wait: Callable[..., None]) -> Iterator[None]:
-    """Orbax calls ``wait`` at barriers of some of the processes; its own wait for minutes for those that have died."""
+    """Let the barriers of Orbax call ``wait``: its own barriers wait minutes for processes that have died."""
     from orbax.checkpoint._src.multihost import multihost
 
     own = multihost.get_barrier_sync_fn
@@ -46,9 +46,10 @@ def close_manager(manager: Any) -> Exception | None:
 
 
 def end_threads(cancels: bool = False) -> None:
-    """End the threads of a save that failed; those that wait for its folders would do so for minutes.
+    """Release and join the threads of a save that failed.
 
-    If the process that was to make the folders has died, they have to be cancelled.
+    With ``cancels`` those are cancelled that wait for its folders, which takes minutes: the process that makes the
+    folders has died.
     """
     from orbax.checkpoint._src.futures import future
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator

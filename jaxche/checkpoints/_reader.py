@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxche.checkpoints._checksums import checksums
 from jaxche.checkpoints._metadata import CorruptError, checked, refuse_other_format
+from jaxche.checkpoints._system_errors import is_of_process
 from jaxche.checkpoints._trees import from_nested, items_of
 from jaxche.distributed import Group
 
@@ -80,7 +83,7 @@ class CheckpointReader:
                 refused = e
         except Exception as e:
             error = e
-            if not (self._folder / str(step) / "run").is_dir():
+            if not (is_of_process(e) or os.path.isdir(self._folder / str(step) / "run")):
                 refused = ValueError(
                     f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
                 )
@@ -106,7 +109,12 @@ class CheckpointReader:
         return CorruptError(f"the checksum of {wrong[0]} is wrong") if wrong else None
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
-        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
+        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again.
+
+        An error of a process that cannot read now, e.g. for want of memory, is raised on all.
+        """
+        own = error if is_of_process(error) else None
+        self._group.raise_everywhere(own, self._group.process_index, f"checkpoint {step}")
         errors = [
             text
             for text in self._group.all_gather(None if error is None else f"{type(error).__name__}: {error}")
@@ -121,4 +129,6 @@ class CheckpointReader:
                 aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
                 _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
                 (self._folder / str(step)).rename(aside)
+                with contextlib.suppress(OSError):  # a run without a record yet, or a full disk
+                    shutil.copy(self._folder / "history.jsonl", aside)  # which will be cut
         return True

@@ -17,8 +17,8 @@ import jax
 
 from jaxche.checkpoints._checksums import checksums
 from jaxche.checkpoints._metadata import described
-from jaxche.checkpoints._metrics_log import no_space
 from jaxche.checkpoints._orbax import align_operation_ids, barriers, close_manager, end_threads, handlers, spanning
+from jaxche.checkpoints._system_errors import no_space
 from jaxche.checkpoints._trees import items_of
 from jaxche.distributed import Group, PeerLostError
 

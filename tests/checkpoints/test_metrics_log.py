@@ -1,12 +1,10 @@
 """The record of a run that continues: what was done again is not in it twice."""
 
-import errno
-
 import optax
 import pytest
 
 import jaxche
-from jaxche.checkpoints import MetricsLog, no_space
+from jaxche.checkpoints import MetricsLog
 from jaxche.distributed import Group
 
 
@@ -94,41 +92,3 @@ def test_a_last_line_without_its_end_is_a_round_if_it_is_whole(tmp_path, rounds,
     log.append(rounds[2])
     assert told(jaxche.History.from_json(file)) == told(rounds[:3])
     assert not caplog.records
-
-
-TENSORSTORE = (
-    'OUT_OF_RANGE: Error writing local file "/run/10/_sharding": Failed to write 437 bytes to file 21: {} '
-    "[os_error_code='{}']"
-)
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (OSError(errno.ENOSPC, "whatever"), "No space left on device"),
-        (OSError(errno.EDQUOT, "whatever"), "Disk quota exceeded"),
-        (OSError(errno.EFBIG, "whatever"), "File too large"),
-        (ValueError(TENSORSTORE.format("No space left on device", 28)), "No space left on device"),
-        (OSError(errno.EACCES, "os_error_code='28'"), None),
-        (OSError("28"), None),
-        (ValueError(TENSORSTORE.format("Input/output error", 5)), None),
-        (None, None),
-    ],
-)
-def test_errors_that_say_that_the_disk_is_full(error, said):
-    assert no_space(error) == said
-
-
-@pytest.mark.parametrize("explicit", [True, False])
-def test_an_error_that_a_full_disk_led_to_counts(explicit):
-    def fail():
-        try:
-            raise OSError(errno.ENOSPC, "full")
-        except OSError as error:
-            if explicit:
-                raise RuntimeError("the save failed") from error
-            raise RuntimeError("the save failed")  # noqa: B904
-
-    with pytest.raises(RuntimeError) as caught:
-        fail()
-    assert no_space(caught.value) == "No space left on device"

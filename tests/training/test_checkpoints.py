@@ -322,15 +322,37 @@ def test_one_wrong_bit_that_orbax_reads_is_found(saved, same, caplog, monkeypatc
     assert (folder / "unreadable-3").is_dir()
 
 
-def test_where_nothing_can_be_read_the_run_begins_anew(saved, caplog):
-    folder, run, _, _ = saved
+def test_where_nothing_can_be_read_the_run_begins_anew(saved, told, caplog):
+    folder, run, _, before = saved
     for step in ("1", "2", "3"):
         (folder / step / "run" / "metadata").write_text("{")
     state, history = run()
     assert caplog.text.count("cannot be read") == 3
     assert [info.round for info in history] == list(range(state.round))
-    # What failed may have been the file server, and nothing is lost.
+    # What failed may have been the file server, and nothing is lost: each has the record as it was.
     assert {path.name for path in folder.glob("unreadable-*")} == {f"unreadable-{step}" for step in (1, 2, 3)}
+    for path in folder.glob("unreadable-*"):
+        assert told(jaxche.History.from_json(path / "history.jsonl")) == told(before)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
+@pytest.mark.parametrize("part", ["metadata", "arrays"])
+def test_an_error_of_the_process_sets_nothing_aside(saved, monkeypatch, error, part):
+    folder, run, *_ = saved
+    files = sorted(path.name for path in folder.iterdir())
+    record = (folder / "history.jsonl").read_text()
+    restore = ocp.CheckpointManager.restore
+
+    def fail(self, step, args):
+        if (part == "metadata") == ("run" in dict(args.items())):
+            raise error
+        return restore(self, step, args=args)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", fail)
+    with pytest.raises(type(error)):
+        run()
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert (folder / "history.jsonl").read_text() == record
 
 
 def test_one_that_cannot_be_set_aside_either_is_an_error(saved, monkeypatch):
