@@ -21,7 +21,8 @@ It reads the variables that the processes have:
   JAXCHE_LIVENESS            ["host", port, null, "token"] where it detects deaths: another port,
                              and a token of 32 characters
   JAXCHE_HEARTBEAT_TIMEOUT   seconds without a heartbeat until a process counts as dead (default 15)
-It ends some seconds after the last process, but not before its standard input is closed.
+It ends some seconds after the last process, but not before its standard input is closed, unless
+that is a terminal. It ignores SIGTERM and Ctrl-C.
 
 examples:
   export JAXCHE_ELASTIC=1 JAXCHE_COORDINATOR=node1:61234 JAXCHE_NUM_PROCESSES=8

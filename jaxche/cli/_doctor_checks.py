@@ -75,7 +75,7 @@ def allocation(environ: Mapping[str, str]) -> Finding:
     if with_tunables(current) == current:
         return Finding("memory", f"kept or returned as {TUNABLES} says")
     text = f"returned to Linux after each step, which takes longer on a CPU; jaxche launch keeps it by {TUNABLES}"
-    return Finding("memory", f"{text}, whose value for other processes is in docs/clusters.md")
+    return Finding("memory", f"{text}; for other processes: export {TUNABLES}={with_tunables('')}")
 
 
 def proxies(environ: Mapping[str, str]) -> Finding:
@@ -158,10 +158,10 @@ def cache() -> Finding:
 
 def store(url: str) -> Finding:
     """Whether ``DataStore`` can use a store, and how fast it is."""
-    from jaxche.stages import open_store, probe
+    from jaxche.stages import probe
 
     try:
-        (put, get), (big_put, big_get) = probe(open_store(url, {}), url, "jaxche-doctor", (4 * 1024, _STORE_BYTES))
+        (put, get), (big_put, big_get) = probe(url, {}, "jaxche-doctor", (4 * 1024, _STORE_BYTES))
     except ImportError:
         return Finding("store", "obstore or xxhash is not installed", "pip install 'jaxche[store]'")
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -67,6 +68,7 @@ def start_coordinator(
         line = process.stdout.readline()
         if not line:
             errors = process.stderr.read().decode(errors="replace").strip()[-500:]
+            process.communicate()
             raise RuntimeError(f"the coordinator of the run cannot serve at {address}: {errors}")
     return Coordinator(process, json.loads(line))
 
@@ -84,7 +86,9 @@ def heartbeat_timeout_s(env: Mapping[str, str]) -> float:
 
 
 def _is_input_open() -> bool:
-    if sys.stdin is None:  # closed from the start, and the number 0 may be that of another file
+    # Closed from the start, and the number 0 may be that of another file; or a terminal, which is no launcher, and
+    # stops a process in the background that reads.
+    if sys.stdin is None or os.isatty(0):
         return False
     return not select.select([0], [], [], 0)[0] or bool(os.read(0, 1))
 
@@ -96,9 +100,17 @@ def liveness_here(port: int) -> str | None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_ANSWER_S)
         sock.connect(_name(port))
+        if not _is_of_this_user(sock):  # anybody may take a name
+            return None
         with sock.makefile(encoding="utf8") as text:
             return text.read()
     return None
+
+
+def _is_of_this_user(sock: socket.socket) -> bool:
+    """Whether a process of this user is at the other end of a local socket."""
+    ids = struct.Struct("3i")  # of the process, the user and the group
+    return ids.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ids.size))[1] == os.geteuid()
 
 
 def _name(port: int) -> str:
@@ -115,7 +127,8 @@ def _serve_address(port: int, liveness: str) -> None:
         while True:
             try:
                 with server.accept()[0] as sock:
-                    sock.sendall(liveness.encode())  # it fits into the buffer of the socket, and waits for no reader
+                    if _is_of_this_user(sock):  # the address has the token
+                        sock.sendall(liveness.encode())  # it fits into the buffer of the socket: no wait for a reader
             except OSError:
                 time.sleep(_PAUSE_S)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
@@ -358,7 +357,7 @@ class ElasticGroup(Group):
 
     def _set_quorum(self, quorum_id: str) -> None:
         # A member may have left a collective half done, so the count of calls restarts under another name.
-        self.quorum_id, self._calls = quorum_id, itertools.count()
+        self.quorum_id, self._calls = quorum_id, 0
 
     def _reconnect(self) -> None:
         """Make the next collectives use new connections.

@@ -35,5 +35,9 @@ def scheduled(environ: Mapping[str, str]) -> tuple[str, int]:
     if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
         # As in JAX. But the shell of salloc, which is a step of one task, has the number of its job.
         counts["SLURM_NTASKS"] = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
-    found = ((name, int(count)) for name, count in counts.items() if count)
-    return next(((name, count) for name, count in found if count > 1), ("", 1))
+    for name, count in counts.items():
+        if count and not count.isdecimal():
+            raise ValueError(f"{name}={count!r} must be the number of processes. Write: unset {name}")
+        if count and int(count) > 1:
+            return name, int(count)
+    return "", 1

@@ -96,7 +96,7 @@ class Group:
         self.quorum_id = "0"  # name of the present membership; it changes with the members and their connections
         self.watchdog = Watchdog()
         self.launcher = "jax"  # what started the processes
-        self._calls = itertools.count()
+        self._calls = 0
         self._broadcasts: dict[str, Iterator[int]] = {}
         # How many programs of several processes this one has begun, and whether it is in one.
         self._begun, self._in_program = 0, False
@@ -144,7 +144,8 @@ class Group:
         """One small JSON value of each member, in process order."""
         if self.num_processes == 1:
             return [value]
-        call, place = next(self._calls), f"jaxche/all_gather/{self.quorum_id}"
+        call, place = self._calls, f"jaxche/all_gather/{self.quorum_id}"
+        self._calls += 1
         texts = {self.process_index: json.dumps(value)}
         self.client.key_value_set(f"{place}/{call}/{self.process_index}", texts[self.process_index])
         while missing := [process for process in self.members if process not in texts]:
@@ -171,7 +172,7 @@ class Group:
         """
         if self.num_processes == 1:
             return add(None)
-        call, place = next(self._calls), f"jaxche/relay/{self.quorum_id}"
+        call, place = self._calls, f"jaxche/relay/{self.quorum_id}"  # of the all-gather at its end
         own, value = self.process_index, None
         position = processes.index(own) if own in processes else None
         is_last = position == len(processes) - 1

@@ -26,15 +26,15 @@ LEAST_TIMEOUT_S = 4 * INTERVAL_S
 # closes only if its process ends, or connects again after this one was stopped for long.
 _GRACE_S, _LOCAL_GRACE_S = 1.0, 0.1
 _POLL_S = 0.1
-# Whether a process is alive, seconds after the question: it is if it sends a heartbeat later than the first number, and
-# it is not if it sends none until the second one.
+# A process is alive if a heartbeat comes more than _ALIVE_S seconds after the question, and dead if none has come
+# _SILENT_S seconds after it.
 _ALIVE_S, _SILENT_S = 2 * INTERVAL_S, LEAST_TIMEOUT_S
 # The answers.
 ALIVE, NOT_ALIVE = b"1", b"0"
 # What a process sends in place of a heartbeat if no process is left that it could join.
 RUN_LOST = b"!"
-# A longer time between two looks means that this process itself was stopped, and read no heartbeats: in seconds, and as
-# a part of the timeout.
+# If two steps are further apart than this (in seconds, or as a part of the timeout), this process itself was stopped,
+# and the times of the others are moved forward by as much.
 _PAUSE_S, _PAUSE_PART = 3.0, 0.25
 
 
@@ -79,8 +79,8 @@ class LivenessServer:
     ) -> None:
         """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
 
-        While ``has_launcher`` returns true, it serves on. After the death of the launcher, which would have replaced
-        processes, it ends with the last process; if the run is lost, at once.
+        It does not end while ``has_launcher`` returns true. Once that is false, nobody replaces processes, and it ends
+        with the last one. If the run is lost, it ends at once.
         """
         end, has_started = time.monotonic() + start_s, False
         while not self.is_run_lost and time.monotonic() < end:
@@ -136,9 +136,9 @@ class LivenessServer:
                 self._selector.register(sock, selectors.EVENT_READ)
                 self._peers[sock], self._heartbeats[peer] = peer, time.monotonic()
                 self._missing.pop(peer, None)
+                self._send(sock, *sorted(self.ended))  # which drops it if it is gone again
                 for earlier in [one for one in self.alive if one.process == peer.process and one.number < peer.number]:
                     self._end(earlier)
-                self._send(sock, *sorted(self.ended))
 
     def _answer(self, sock: socket.socket, now: float) -> None:
         """Answer whether a process is alive, once that is known."""

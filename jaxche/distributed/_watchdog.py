@@ -17,6 +17,8 @@ from jaxche.distributed._environment import EVENTS, HANG_TIMEOUT, HEARTBEAT
 
 # The exit code of a process that SIGTERM ended: 128 and the number of the signal.
 PREEMPTED_CODE = 143
+# No clock can hold more seconds.
+_MOST_S = 1e9
 
 
 class Watchdog:
@@ -78,8 +80,10 @@ def hang_timeout() -> Iterator[None]:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{HANG_TIMEOUT}={text!r} must be positive seconds; write {HANG_TIMEOUT}=600")
+    if not 0 < seconds < _MOST_S:
+        raise ValueError(
+            f"{HANG_TIMEOUT}={text!r} must be above 0 and below {_MOST_S:g} seconds; write {HANG_TIMEOUT}=600"
+        )
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)  # file descriptor 2, even if sys.stderr is replaced
     try:
         yield

@@ -3,7 +3,6 @@
 from jaxche.stages._balance import balance_stages, measure_costs, order_partitions
 from jaxche.stages._data_store import DataStore
 from jaxche.stages._direct import Direct, Pipeline
-from jaxche.stages._objects import open_store as open_store
 from jaxche.stages._objects import probe as probe
 from jaxche.stages._partition import Partitioned, PartitionedState
 from jaxche.stages._program import Pace

@@ -26,7 +26,7 @@ class Direct:
     two kinds of device: Unix sockets on one Linux machine, TCP otherwise.
 
     Args:
-      timeout_s: seconds that a stage waits for a stage of another process before it raises TimeoutError.
+      timeout_s: seconds that a stage waits for a stage of another process, to receive or to send, before an error.
 
     Raises:
       ValueError: a ``timeout_s`` that is not positive.
@@ -64,7 +64,7 @@ class Pipeline:
       micro_batch_size: examples in a micro-batch; must divide the batch.
       schedule: with ``"1f1b"`` stage s keeps the activations of at most S - s micro-batches, with ``"gpipe"`` of all M.
         Both take the same time.
-      timeout_s: seconds that a stage waits for a stage of another process before it raises TimeoutError.
+      timeout_s: seconds that a stage waits for a stage of another process, to receive or to send, before an error.
 
     Raises:
       ValueError: a size below 1, an unknown schedule, or a ``timeout_s`` that is not positive.

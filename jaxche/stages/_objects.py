@@ -38,8 +38,7 @@ _MEMORY_LOCK = threading.Lock()
 
 def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
     """The objects of a run at a URL, after a test of the store, to which ``options`` go."""
-    probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
-    probe(open_store(url, {**probe_options, **options}), url, f"{run}/probe")
+    probe(url, options, f"{run}/probe")
     store = open_store(url, options)
     import obstore.store
 
@@ -292,13 +291,16 @@ def open_store(url: str, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def probe(store: Any, url: str, name: str, sizes: Sequence[int] = (16,)) -> list[tuple[float, float]]:
+def probe(url: str, options: Mapping[str, Any], name: str, sizes: Sequence[int] = (16,)) -> list[tuple[float, float]]:
     """Write, read and delete an object of each size; returns the seconds that writing and reading took.
+
+    A request that fails is sent once more, for ten seconds at most.
 
     Raises ConnectionError for a store that cannot do one of these, or that overwrites on a create.
     """
     from obstore.exceptions import AlreadyExistsError, BaseError
 
+    store = open_store(url, {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}, **options})
     key, tried, times = f"{name}-{secrets.token_hex(16)}", "", []
     try:
         for size in sizes:

@@ -134,6 +134,7 @@ class PeerWire(Wire):
                 continue
             address = json.loads(self._get(str(target), f"the address of stage {target}"))
             sock = connect(address, str(stages[0]), self._timeout_s)
+            sock.settimeout(self._timeout_s)
             self._outgoing[target] = Outgoing(sock, lambda error, target=target: self._fail(target, error))
 
     def _get(self, key: str, what: str) -> str:

@@ -189,3 +189,15 @@ def test_a_long_wait_is_logged_once(pair, monkeypatch, caplog):
         assert found.result() == [0, 1]
     (record,) = caplog.records
     assert "has waited 0 s for process 1, which may compile" in record.getMessage()
+
+
+def test_a_value_that_is_handed_on_leaves_no_key():
+    store, size = Store(), 3
+    groups = [Group(SimpleNamespace(process_id=i, num_processes=size, client=store)) for i in range(size)]
+
+    def relay(group):
+        return [group.relay([2, 0], lambda value: [*(value or []), group.process_index]) for _ in range(5)]
+
+    with ThreadPoolExecutor(size) as pool:
+        assert list(pool.map(relay, groups)) == [[[2, 0]] * 5] * size
+    assert len(store.values) == size  # the last all-gather

@@ -353,3 +353,17 @@ def test_a_loss_is_known_when_all_others_have_come(run, store, until):
     assert found == [[1]]
     assert zero.wait_for_loss({0: 1, 2: 1}, "failures/", unless=lambda: False) == []
     assert zero.wait_for_loss({0: 1, 5: 1}, "failures/", unless=lambda: True) is None
+
+
+def test_a_replacement_that_ends_at_once_ends_its_predecessor():
+    server = LivenessServer("127.0.0.1")
+    own, process = socket.socketpair(), socket.socketpair()
+    for (sock, other), number in ((own, 1), (process, 2)):
+        server._accepted.put((sock, module.Incarnation(0, number)))
+        if number == 2:
+            other.close()
+        server._register_accepted()
+    assert server.ended == {(0, 1)}
+    assert [*server._peers.values()] == [(0, 1)]
+    server.close()
+    own[1].close()

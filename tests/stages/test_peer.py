@@ -189,3 +189,17 @@ def test_stages_that_send_to_the_same_process_do_not_mix_their_messages(pair):
         assert (x == i).all()
     outgoing.close()
     assert errors == []
+
+
+def test_a_process_sends_no_longer_than_it_waits(wires):
+    assert {outgoing._sock.gettimeout() for wire in wires.values() for outgoing in wire._outgoing.values()} == {60.0}
+
+
+def test_a_send_that_takes_too_long_is_an_error(pair):
+    errors = []
+    pair[0].settimeout(0.2)
+    outgoing = Outgoing(pair[0], errors.append)
+    outgoing.put(TAG, jnp.ones(1 << 22))  # nobody reads
+    outgoing.flush()
+    outgoing.close()
+    assert [type(error) for error in errors] == [TimeoutError]

@@ -10,11 +10,11 @@ import jaxche
 from jaxche.distributed import HANG_TIMEOUT
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("text", ["soon", "0", "1e12", "-1", "nan", "inf"])
 def test_a_time_for_a_round_that_makes_no_sense_is_refused_before_the_round(text, monkeypatch, problem, devices):
     monkeypatch.setenv(HANG_TIMEOUT, text)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
-    with pytest.raises(ValueError, match=f"{HANG_TIMEOUT}='{text}' must be positive seconds; write {HANG_TIMEOUT}=600"):
+    with pytest.raises(ValueError, match=f"{HANG_TIMEOUT}='{text}' must be above 0 and below 1e.09 seconds; write"):
         trainer.round(trainer.init(problem.params), problem.data)
 
 
