@@ -196,7 +196,11 @@ def run(
             # Gloo prints its connections there.
             children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
         try:
-            codes = [child.wait(timeout=1800) for child in children]
+            end = time.monotonic() + 1800
+            while None in (codes := [child.poll() for child in children]) and not any(codes):
+                if time.monotonic() > end:
+                    raise SystemExit("slow_link: processes have not ended within 1800 s")
+                time.sleep(0.05)
         finally:
             for child in children:
                 if child.poll() is None:

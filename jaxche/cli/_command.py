@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import os
 import select
 import sys
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 if TYPE_CHECKING:
     from jaxche.cluster import ClusterInfo
 
+# Errors of the system that a second try may not have: no further process, memory or open file.
+_BUSY = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 _CODES = {"bad": "1;31", "good": "32", "strong": "1"}
 
 
@@ -86,7 +89,7 @@ def exit_code(command: str, action: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
             return 141
         print_error(command, error)
-        return 2
+        return 1 if isinstance(error, OSError) and error.errno in _BUSY else 2
 
 
 def _has_no_reader(stream: TextIO) -> bool:

@@ -62,7 +62,7 @@ class Result:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Result:
         """The inverse of :meth:`to_dict`."""
-        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+        return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
 
 
 def result_from_history(policy: str, history: History, rates: Sequence[float]) -> Result:

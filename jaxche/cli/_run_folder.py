@@ -45,7 +45,7 @@ def write_policy(directory: Path, history: History, params: Any) -> None:
     import orbax.checkpoint as ocp
 
     directory.mkdir(parents=True, exist_ok=True)
-    history.to_json(directory / "history.jsonl")
+    write_atomic(directory / "history.jsonl", history.to_json())  # the record is there already, beside checkpoints
     history.plot().savefig(directory / "history.png", dpi=110)
     arrays = jax.tree.map(np.asarray, params)
     with _rank0_checkpointer() as checkpointer:
@@ -80,8 +80,12 @@ def write_result(directory: Path, result: dict[str, Any]) -> None:
 def write_atomic(path: Path, text: str) -> None:
     """Write a file by renaming a complete temporary file."""
     part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

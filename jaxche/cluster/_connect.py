@@ -36,7 +36,7 @@ from jaxche.distributed import (
 # Variables of gRPC, in lower or upper case.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 _CLUSTERS = {"ompi": _jax_clusters.OmpiCluster, "slurm": _jax_clusters.SlurmCluster, "k8s": _jax_clusters.K8sCluster}
-# Seconds longer than the others have to join that a coordinator waits for the first process.
+# A coordinator that process 0 starts waits so many seconds longer than ``timeout_s`` for its first process.
 _START_S = 60.0
 
 
@@ -170,7 +170,8 @@ def _bypass_proxy(host: str) -> None:
     # gRPC uses a proxy even for loopback addresses, and then hangs.
     if any(name.lower() in PROXIES for name in os.environ):
         for name in ("no_proxy", "no_grpc_proxy"):
-            os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
+            others = os.environ.get(name) or os.environ.get(name.upper())  # Python reads the lower case first
+            os.environ[name] = ",".join(filter(None, [others, host]))
 
 
 def _check_port_is_free(found: Detected, loopback_only: bool) -> None:
@@ -196,7 +197,7 @@ def _wait_for_coordinator(found: Detected, timeout_s: float, deadline: float) ->
             address = found.host.strip("[]"), found.port
             socket.create_connection(address, timeout=min(5.0, max(0.1, left_s))).close()
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for a name with two dots in a row
             if deadline - time.monotonic() <= 0.2:
                 raise TimeoutError(
                     f"coordinator_address={found.address!r}: nothing answered within timeout_s={timeout_s:g} "

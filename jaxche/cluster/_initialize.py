@@ -53,8 +53,8 @@ _MIN_HANDSHAKE_S = 5.0
 _PREEMPTION_SERVICE = "JAX_ENABLE_PREEMPTION_SERVICE"
 # Set by a process that has joined: its pid, its number and the address of the run, for its children.
 _JOINED = "JAXCHE_JOINED"
-# The processes that have printed their error. Process 0 waits for them, and then until they have exited, in seconds.
-# An error of process 0 may be one that all raise, as for an invalid argument, or its own, for which none waits.
+# A process that fails sets a key under _FAILED once it has printed its error. Process 0 waits for these keys: _PRINT_S
+# seconds after an error of another process, _OWN_S after its own, which all may raise. Then it waits _EXIT_S.
 _FAILED, _PRINT_S, _OWN_S, _EXIT_S = "jaxche/failed", 5.0, 1.0, 0.2
 
 
@@ -175,7 +175,7 @@ def initialize(
     local_ids = local_device_ids(found)
     seen = visible_devices(_environ(), local_ids)
     kind = _single_kind(seen)
-    elastic = ELASTIC in os.environ if elastic is None else elastic
+    elastic = os.environ.get(ELASTIC, "") not in ("", "0") if elastic is None else elastic
     _configure(elastic)
     connect(found, local_ids, timeout_s, deadline, elastic)
     os.environ[_JOINED] = f"{os.getpid()} {_member(found)}"
@@ -303,9 +303,10 @@ def _exit_on_sigterm_as_process_1() -> None:
 
 
 def _exit_at_once_after_exception() -> None:
-    show, exits, waits = sys.excepthook, threading.Event(), []
+    show, exits, waits, codes = sys.excepthook, threading.Event(), [], []
 
     def hook(*exception) -> None:
+        codes.append(128 + signal.SIGINT if isinstance(exception[1], KeyboardInterrupt) else 1)
         # A thread, because a call of a coordinator that is stopped has no end; started here, not while Python exits.
         waits.append(threading.Thread(target=_exit_last, args=(exception[1], exits), daemon=True))
         waits[-1].start()
@@ -318,7 +319,7 @@ def _exit_at_once_after_exception() -> None:
                     stream.flush()
             exits.set()
             waits[-1].join(_PRINT_S + _EXIT_S)
-            os._exit(1)
+            os._exit(codes[-1])
 
     sys.excepthook = hook
     # Handlers run in reverse order: this one before JAX's own.

@@ -38,7 +38,7 @@ def jobset(job: Job, image: str, volume: str | None) -> str:
 
 def _comments(job: Job, claim: str, path: str) -> Iterator[str]:
     yield job.made_by
-    needs = "the JobSet controller (jobset.sigs.k8s.io)" + (" and Kubernetes 1.29" if job.elastic else "")
+    needs = "the JobSet controller (jobset.sigs.k8s.io)" + f" and Kubernetes {'1.29' if job.elastic else '1.26'}"
     yield f"Needs {needs}. Start with: kubectl apply -f FILE"
     if claim:
         yield f"The claim {claim} must be writable from all nodes (ReadWriteMany)."
@@ -54,14 +54,19 @@ def _comments(job: Job, claim: str, path: str) -> Iterator[str]:
         yield "evictions and lost nodes are not counted. The others continue without it. All pods restart,"
         yield "maxRestarts times, if the coordinator or all of them have failed."
     else:
-        yield "All pods restart, maxRestarts times, after a failure of one. After SIGTERM they have 120 s for a"
-        yield "checkpoint."
+        yield "All pods restart, maxRestarts times, after a failure of one; evictions and lost nodes are not counted,"
+        yield "but exit code 2 of bad input is. After SIGTERM they have 120 s for a checkpoint."
 
 
 def _policies(job: Job) -> dict[str, Any]:
     """What follows the failure or the success of a replicated job."""
     if not job.elastic:
-        return {"failurePolicy": {"maxRestarts": job.max_restarts}}
+        evicted = {
+            "name": "evictions",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
+        return {"failurePolicy": {"maxRestarts": job.max_restarts, "rules": [evicted]}}
     names = [f"nodes{number}" for number in range(len(job.groups))]
     # A pod that has failed for good lets the others train to the end; then the jobset has failed.
     rule = {"name": "pods", "action": "FailJobSet", "targetReplicatedJobs": names}
@@ -73,9 +78,11 @@ def _policies(job: Job) -> dict[str, Any]:
 
 def _failures(job: Job) -> dict[str, Any]:
     """What follows the failure of a pod."""
+    evicted = [{"type": "DisruptionTarget", "status": "True"}]
     if not job.elastic:
-        return {"backoffLimit": 0}
-    eviction = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        rule = {"action": "FailJob", "onPodConditions": evicted}
+        return {"backoffLimit": 0, "podFailurePolicy": {"rules": [rule]}}
+    eviction = {"action": "Ignore", "onPodConditions": evicted}
     # 2: bad input, never restarted.
     bad_input = {"action": "FailIndex", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}}
     return {
@@ -116,7 +123,13 @@ def _pod(
     container: dict[str, Any] = {
         "name": "train",
         "image": image,
-        "command": ["sh", "-c", f"{set_variables} {run}", "sh", *job.command],
+        "command": [
+            "sh",
+            "-c",
+            f"{set_variables} {run}",
+            "sh",
+            *(word.replace("$", "$$") for word in job.command),  # Kubernetes replaces $(NAME)
+        ],
         "env": [{"name": RESTART, "valueFrom": restart}, *_env(variables)],
     }
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": 1 if job.elastic else 120, "containers": [container]}

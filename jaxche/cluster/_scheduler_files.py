@@ -232,7 +232,7 @@ def emit(
       scheduler: "slurm", "jobset" or "mpirun".
       command: the program and its arguments.
       nodes: the machines as ``COUNTxGPUS:KIND,...``, e.g. ``"2x8:h100,4x1:l4"``.
-      max_restarts: restarts after a failure; SIGTERM is no failure.
+      max_restarts: restarts after a failure. SIGTERM, and exit code 2 of bad input under Slurm and mpirun, are none.
       name: of the job; other characters than letters and digits become hyphens, and "run-" precedes a digit.
       made_by: a comment in the file; unprintable characters become spaces.
       image: container image with the program and jaxche; for "jobset" only.
@@ -267,6 +267,8 @@ def emit(
         )
     if scheduler not in ("slurm", "jobset", "mpirun"):
         raise ValueError(f"--emit {scheduler}: there are slurm, jobset and mpirun. Write: --emit slurm")
+    if isinstance(command, str):
+        raise ValueError(f"command={command!r} must be a list of words. Write: {command.split()}")
     if not command:
         raise ValueError("there is no command. Write: jaxche launch --emit slurm --nodes 2x8 train.py")
     if scheduler == "jobset" and not image:

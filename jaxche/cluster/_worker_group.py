@@ -98,6 +98,8 @@ class WorkerGroup:
         self._groups: set[int] = set()
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
         self._expendable: set[int] = set()
+        # Ranks that were killed because they had no heartbeat.
+        self._hung: set[int] = set()
         # The first failure after a rank of an elastic run has succeeded, while others still run.
         self._late_failure: GroupResult | None = None
         self.replaced = 0
@@ -150,6 +152,7 @@ class WorkerGroup:
             reader.join(timeout=2.0)
         self._replacements, self.replaced = self._replacements - 1, self.replaced + 1
         self._expendable.add(rank)
+        self._hung.discard(rank)
         self._context.log.write("replace", restart=self._restart + self.replaced, rank=rank)
         self._ranks[rank] = self._spawn(rank, self._restart + self.replaced, dead.env, dead.placement)
         self._running.add(rank)
@@ -208,6 +211,7 @@ class WorkerGroup:
             self._context.log.write("hang", restart=self._restart, rank=rank)
             self._heartbeats.forget(rank)
             self._expendable.add(rank)
+            self._hung.add(rank)
             _signal_group(self._ranks[rank].child.pid, signal.SIGKILL)
 
     def _next_exit(self) -> GroupResult | None:
@@ -239,7 +243,7 @@ class WorkerGroup:
     def _continue_without(self, rank: int, code: int) -> None:
         """Continue an elastic run after the failure of a rank, and replace it if replacements are left."""
         has_ended, group = self._has_ended, self._ranks[rank].child.pid
-        self._context.print(f"rank {rank} {describe(code)}; the others continue")
+        self._context.print(f"rank {rank} {describe(code, rank in self._hung)}; the others continue")
         # Its children end now, because the system may reuse the number of the group before the others end.
         _signal_group(group, signal.SIGKILL)
         self._forget(group)
@@ -251,7 +255,7 @@ class WorkerGroup:
     def _stop_after(self, rank: int, code: int) -> GroupResult:
         """Stop the others after the failure of a rank."""
         context = self._context
-        context.print(f"rank {rank} {describe(code)}; stopping the others")
+        context.print(f"rank {rank} {describe(code, rank in self._hung)}; stopping the others")
         is_preempted = code == PREEMPTED_CODE
         self._all_end(context.term_grace_s if is_preempted else min(_ERROR_OUTPUT_S, context.grace_s))
         self._stop(signal.SIGTERM, context.grace_s)
@@ -312,7 +316,7 @@ class WorkerGroup:
         self._context.log.write("exit", restart=self._restart, rank=rank, **name)
 
     def _report(self, rank: int, code: int) -> None:
-        self._context.print(f"rank {rank} {describe(code)}. Its last lines on standard error:")
+        self._context.print(f"rank {rank} {describe(code, rank in self._hung)}. Its last lines on standard error:")
         for line in self._ranks[rank].err.last or ["(none)"]:
             self._context.printer.print(sys.stderr, None, f"    {line}")
 
@@ -321,11 +325,11 @@ def _failure(rank: int, code: int) -> GroupResult:
     return GroupResult(128 - code if code < 0 else code, rank)
 
 
-def describe(code: int) -> str:
+def describe(code: int, is_hung: bool) -> str:
     """The exit of a process in words."""
     if code >= 0:
         return f"failed with exit code {code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    hint = " (out of memory?)" if -code == signal.SIGKILL and not is_hung else ""
     return f"was ended by {_name(-code)}{hint}"
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from chaos_parts import torchft_arm, worker
 from chaos_parts.faults import Launch, read
+from chaos_parts.watch import LIMIT_S, StuckError
 
 PACES, EVERY, FAULT_S = (10, 10, 25), 10, 60.0
 GOAL = 0.9
@@ -73,7 +74,10 @@ def fault_times(seconds: float, seed: int) -> list[tuple[float, int]]:
 def measure(folder: Path, start: Any, seconds: float, times: list[tuple[float, int]]) -> tuple[float, float]:
     """Rounds and batches a second of one run, from its first round on."""
     with start(folder) as pids:
+        limit = time.monotonic() + LIMIT_S
         while not read(folder / "rounds"):
+            if time.monotonic() > limit:
+                raise StuckError(f"{LIMIT_S:g} s without a round: {(folder / 'output').read_text()[-1500:]}")
             time.sleep(0.05)
         began = read(folder / "rounds")[0]["t"]
         for at, rank in times:

@@ -24,6 +24,8 @@ def running(folder: Path) -> Iterator[Callable[[], dict[int, int]]]:
     with (folder / "output").open("w") as output:
         lighthouse = subprocess.Popen([python, __file__, "lighthouse", str(folder)], stdout=output, stderr=output)
         while not (folder / "lighthouse").exists():
+            if lighthouse.poll() is not None:
+                raise SystemExit(f"the lighthouse ended: {(folder / 'output').read_text()[-1500:]}")
             time.sleep(0.1)
         address = (folder / "lighthouse").read_text()
 

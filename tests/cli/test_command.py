@@ -1,5 +1,6 @@
 """Colours, errors, exits and help of commands."""
 
+import errno
 import io
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from jaxche.cli import main
-from jaxche.cli._command import paint
+from jaxche.cli._command import exit_code, paint
 from jaxche.cli._main import make_parser
 
 
@@ -71,6 +72,18 @@ def test_an_output_without_a_reader_is_no_error(rounds):
 def test_closed_standard_streams_leave_the_exit_code(words, code):
     command = f"exec {shlex.quote(sys.executable)} -m jaxche simulate {words} <&- >&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", command], check=False).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OSError(errno.EAGAIN, "no process"), 1), (FileNotFoundError(errno.ENOENT, "no file"), 2), (ValueError("bad"), 2)],
+)
+def test_a_system_that_is_busy_is_no_invalid_argument(capsys, error, code):
+    def fail():
+        raise error
+
+    assert exit_code("launch", fail) == code
+    assert "jaxche launch: error: " in capsys.readouterr().err
 
 
 def test_ctrl_c_is_an_exit_code(monkeypatch, capsys):

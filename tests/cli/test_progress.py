@@ -1,7 +1,9 @@
 """The history of a run over several starts, and its result."""
 
 import dataclasses
+import errno
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +120,22 @@ def test_done_file_marks_a_finished_policy(tmp_path):
     write_atomic(tmp_path / _DONE, json.dumps(result.to_dict()))
     assert json.dumps(_earlier_result(tmp_path).to_dict()) == json.dumps(result.to_dict())
     assert [path.name for path in tmp_path.iterdir()] == [_DONE]
+
+
+def test_a_full_disk_leaves_a_file_as_it_was(tmp_path, monkeypatch):
+    write_policy(tmp_path, History(infos(0)), {"w": 1.0})
+    before = (tmp_path / "history.jsonl").read_text()
+    write = Path.write_text
+
+    def part(self, text, encoding):
+        write(self, text[:10], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", part)
+    with pytest.raises(OSError, match="No space left"):
+        write_policy(tmp_path, History(infos(0, 1)), {"w": 2.0})
+    assert (tmp_path / "history.jsonl").read_text() == before
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_damaged_lines_are_skipped(tmp_path, caplog):

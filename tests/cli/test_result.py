@@ -41,6 +41,9 @@ def test_derived_numbers():
     assert r.sync_share == pytest.approx(0.02)
     assert r.to_dict()["efficiency"] == r.efficiency
     assert Result.from_dict(r.to_dict()) == r
+    assert (
+        Result.from_dict({name: x for name, x in r.to_dict().items() if name != "memory"}) == r
+    )  # of an older version
 
 
 def test_one_policy():

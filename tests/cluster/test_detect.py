@@ -125,3 +125,8 @@ def test_process_numbers_from_the_scheduler(scheduler, local_id):
     assert detect(told | scheduler) == Detected("jaxche", "h:1", 2, 1, local_id)
     # The number of `jaxche launch` counts, also inside a job of one task.
     assert detect(LAUNCHED | scheduler | {"SLURM_PROCID": "0"}) == Detected("jaxche", "127.0.0.1:1", 2, 1)
+
+
+def test_a_number_of_processes_that_is_none_is_refused_by_name():
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='4x' must be the number of processes"):
+        detect(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4x"})

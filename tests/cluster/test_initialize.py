@@ -4,8 +4,10 @@ import functools
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
+import urllib.request
 from types import SimpleNamespace
 
 import jax
@@ -63,6 +65,8 @@ def test_unreachable_coordinator(monkeypatch):
         with pytest.raises(TimeoutError, match=f"'{address}'.*timeout_s=0.5"):
             initialize(address, 2, 1, timeout_s=0.5)
         assert time.monotonic() - start < 3
+    with pytest.raises(TimeoutError, match=r"'node\.\.cluster:1234': nothing answered"):
+        initialize("node..cluster:1234", 2, 1, timeout_s=0.1)
 
 
 def test_port_in_use(monkeypatch):
@@ -266,6 +270,24 @@ def test_a_proxy_is_bypassed(monkeypatch):
     assert os.environ["no_proxy"] == "example.org,10.0.0.1"
     assert os.environ.get(grpc) == "10.0.0.1"
     monkeypatch.delenv(grpc)
+
+
+def test_hosts_that_a_variable_in_capitals_excludes_stay_excluded(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "minio.corp")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.setenv(name, "")
+    connecting._bypass_proxy("node1")
+    assert os.environ["no_proxy"] == "minio.corp,node1"
+    assert urllib.request.proxy_bypass("minio.corp")
+
+
+def test_ctrl_c_is_an_exit_code():
+    program = f"from {initialize.__module__} import _exit_at_once_after_exception as at_once\nat_once()\nraise "
+    for error, code in (("KeyboardInterrupt", 130), ("ValueError", 1)):
+        done = subprocess.run([sys.executable, "-c", program + error], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert error in done.stderr
 
 
 @pytest.mark.parametrize("asked", ["true", None])

@@ -55,6 +55,24 @@ def test_invalid_nodes(nodes):
         parse_nodes(nodes)
 
 
+def in_kubernetes(command):
+    """The words of a container's command as it starts."""
+    return [word.replace("$$", "$") for word in command]
+
+
+def test_a_command_is_a_list_of_words():
+    with pytest.raises(ValueError, match=r"command='python train.py' must be a list of words. Write: \['python'"):
+        emit("slurm", "python train.py", "2")
+
+
+def test_kubernetes_leaves_the_dollars_of_a_command():
+    text = emit("jobset", ["sh", "-c", "echo $$ $(JAXCHE_RESTART)"], "2", image="me/train:1")
+    (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-1] == "echo $$$$ $$(JAXCHE_RESTART)"
+    assert in_kubernetes(container["command"])[-1] == "echo $$ $(JAXCHE_RESTART)"
+
+
 def test_image_is_for_jobsets():
     with pytest.raises(ValueError, match=r"^--emit jobset needs a container image\. Write: .*--image registry"):
         emit("jobset", COMMAND, "2")
@@ -110,7 +128,7 @@ def test_tunables_of_the_user_take_precedence(scheduler, given, tmp_path):
         (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
         assert "GLIBC_TUNABLES" not in {one["name"] for one in container["env"]}
         words = {"env": {**os.environ, **environ, "JOB_COMPLETION_INDEX": "0"}, "text": True}
-        found = subprocess.check_output(container["command"], **words)
+        found = subprocess.check_output(in_kubernetes(container["command"]), **words)
     else:
         found = run(text, tmp_path, environ, srun=program, mpirun=f'echo "$*" >options; {program}').stdout
         assert scheduler == "slurm" or "-x GLIBC_TUNABLES" in (tmp_path / "options").read_text()
@@ -406,17 +424,23 @@ def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
     jobset = yaml.safe_load(emit("jobset", COMMAND, "2x8:h100,4", 3, name="My Run!", image="me/train:1"))
     assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "my-run")
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    # Evictions restart all, and are not counted.
+    [rule] = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     numbers = []
     for job in jobset["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
         assert spec["completionMode"] == "Indexed"
         assert spec["parallelism"] == spec["completions"]
+        [rule] = spec["podFailurePolicy"]["rules"]
+        assert (rule["action"], rule["onPodConditions"][0]["type"]) == ("FailJob", "DisruptionTarget")
         pod = spec["template"]["spec"]
         [container] = pod["containers"]
         env = {one["name"]: one.get("value") for one in container["env"]}
         assert env["JAXCHE_COORDINATOR"] == "my-run-nodes0-0-0.my-run:61234"
         assert env["JAXCHE_NUM_PROCESSES"] == "20"
-        assert container["command"][-4:] == COMMAND
+        assert in_kubernetes(container["command"])[-4:] == COMMAND
         for index in range(spec["completions"]):
             words = [*container["command"][:4], "sh", "-c", "echo $JAXCHE_PROCESS_ID"]
             if index in (0, spec["completions"] - 1):
