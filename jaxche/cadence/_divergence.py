@@ -104,18 +104,21 @@ class DivergenceCorrection:
         """One line: the ceiling of the anchor, and the growth that the guard has measured."""
         return f"DivergenceCorrection(ceiling={self.ceiling}, calm={self.calm}, growth={self.guard.rate:.4g} a step)"
 
-    def apply(self, before: ElChe, after: ElChe, drift: float) -> tuple[DivergenceCorrection, ElChe, Verdict]:
+    def apply(
+        self, before: ElChe, after: ElChe, drift: float, k_max: int | None = None
+    ) -> tuple[DivergenceCorrection, ElChe, Verdict]:
         """Check the drift of a round, and limit the anchor of the next cadence.
 
         Args:
           before: the cadence during the round.
           after: ``before.report_timing(...)`` with the round's timings.
           drift: the drift of the replicas in the round, at least 0.
+          k_max: the most steps of a replica in the round; default: the largest count of ``before``.
 
         Returns:
           (next correction, cadence of the next round, verdict).
         """
-        guard, verdict = self.guard.observe(drift, max(before.batch_counts))
+        guard, verdict = self.guard.observe(drift, k_max or max(before.batch_counts))
         calm = self.calm + 1 if verdict is Verdict.CALM else 0
         seen = replace(self, guard=guard, calm=calm)
         if verdict is Verdict.NUDGE:

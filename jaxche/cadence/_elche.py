@@ -298,7 +298,7 @@ class ElChe(CadenceState):
         if self.tuner == "seed":
             ms, current = np.array(self.ms_per_batch), np.array(self.batch_counts, np.float64)
             counts = seed.choose_counts(anchor, ms, current, True, self.max_batch_diff)
-        return self._updated(anchor=anchor, batch_counts=counts)
+        return self._shortened(anchor, counts)
 
     def relax_anchor_up(self) -> ElChe:
         """One more batch for the slowest rank, up to ``max_anchor``, and the others in proportion.
@@ -322,7 +322,12 @@ class ElChe(CadenceState):
         anchor = whole_number("anchor", anchor, 1, "capped(10)")
         if self.anchor <= anchor:
             return self
-        return self._updated(anchor=anchor, batch_counts=np.minimum(self._in_proportion(anchor), self.batch_counts))
+        return self._shortened(anchor, np.minimum(self._in_proportion(anchor), self.batch_counts))
+
+    def _shortened(self, anchor: int, counts: np.ndarray) -> ElChe:
+        """The same cadence with a lower anchor, from which ``progress`` chooses again at the next report."""
+        round_ms = min(self.round_ms, anchor * max(self.ms_per_batch, default=0.0))
+        return self._updated(anchor=anchor, batch_counts=counts, round_ms=round_ms)
 
     # Serialization and display.
 

@@ -115,9 +115,9 @@ class RowShares:
         lines = np.array([one.line for one in self.ranks])
         return lines[:, 0], lines[:, 1]
 
-    def times(self, rows: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> np.ndarray:
-        """Expected milliseconds of each rank for these rows and steps, by default for the next round."""
-        return _times(*self.fit(), self.rows if rows is None else rows, self.steps if steps is None else steps)
+    def times(self) -> np.ndarray:
+        """Expected milliseconds of each rank in the next round."""
+        return _times(*self.fit(), self.rows, self.steps)
 
     def split(
         self,

@@ -272,7 +272,7 @@ class SequenceReader:
         self._pool = Threads(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
         self._uses: collections.Counter[Key] = collections.Counter()
-        self._lock = threading.Lock()  # replicas take pieces of one batch from several threads
+        self._lock = threading.RLock()  # replicas take pieces of one batch from several threads
         self._epochs: dict[int, Callable[[int], Any]] = {}  # that read the batches of an epoch
         # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
@@ -358,8 +358,11 @@ class SequenceReader:
                     self.request(share[position])
 
     def request(self, key: Key) -> None:
-        if key not in self._ready:
-            self._ready[key] = self._pool.submit(self.load, key) if self.depth else called_now(self.load, key)
+        """Start to read a batch, unless it is ready or being read; one that could not be read is read again."""
+        with self._lock:
+            ready = self._ready.get(key)
+            if ready is None or (ready.done() and (ready.cancelled() or ready.exception() is not None)):
+                self._ready[key] = self._pool.submit(self.load, key) if self.depth else called_now(self.load, key)
 
     def take(self, key: Key) -> Any:
         """The batch; it stays ready while other pieces of it are to be taken."""

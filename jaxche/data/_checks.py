@@ -52,7 +52,7 @@ def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
     found = []
     for name, leaf in _leaves(batch).items():
         x = _on_host(leaf)
-        if x.dtype.kind in "fc" and not (finite := np.isfinite(x)).all():
+        if _is_inexact(x) and not (finite := np.isfinite(x)).all():
             row = int(np.flatnonzero(~finite.reshape(len(x), -1).all(1))[0])
             kind = "NaN" if np.isnan(x).any() else "infinity"
             found.append(f"{kind} in {name.lstrip('.') or 'the array'} of batch {key[1]} of epoch {key[0]} (row {row})")
@@ -63,11 +63,16 @@ def _leaves(batch: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
 
 
+def _is_inexact(x: np.ndarray) -> bool:
+    """Whether an array has numbers that may be NaN, those of bfloat16 included, which NumPy does not know."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _equal(x: Any, y: Any) -> bool:
     if x is y:
         return True
     x, y = _on_host(x), _on_host(y)
-    return x.shape == y.shape and x.dtype == y.dtype and bool(np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"))
+    return x.shape == y.shape and x.dtype == y.dtype and bool(np.array_equal(x, y, equal_nan=_is_inexact(x)))
 
 
 def _close(x: Any, y: Any) -> bool:
@@ -75,7 +80,9 @@ def _close(x: Any, y: Any) -> bool:
     if _equal(x, y):
         return True
     x, y = _on_host(x), _on_host(y)
-    return x.shape == y.shape and x.dtype.kind == "f" == y.dtype.kind and np.allclose(x, y, equal_nan=True)
+    if x.shape != y.shape or x.dtype != y.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        return False
+    return np.allclose(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
 
 
 def _on_host(x: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The state of a user's iterator as JSON: exactly, or not at all."""
+"""Values of Python, NumPy and torch as JSON, exactly or not at all: states of iterators, and of metrics."""
 
 from __future__ import annotations
 

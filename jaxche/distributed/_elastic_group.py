@@ -411,9 +411,10 @@ def _liveness_address(store: Any) -> list[Any]:
 
 @functools.cache
 def process_group() -> Group:
-    """The group of this process; the only process-wide value of jaxche, as ``torch.distributed`` has a default group.
+    """The group of this process, as ``torch.distributed`` has a default group.
 
-    It is made at the first call, which has to come after the process has joined its run.
+    It and the devices of ``set_devices`` in ``jaxche.sharding`` are the process-wide values of jaxche. It is made at
+    the first call, which has to come after the process has joined its run.
     """
     state = _jax_distributed.global_state
     elastic = state.num_processes > 1 and bool(jax.config.values.get("jax_enable_recoverability"))

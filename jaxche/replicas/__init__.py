@@ -12,6 +12,7 @@ from jaxche.replicas._merge import Merged as Merged
 from jaxche.replicas._merge import MergeMismatchError
 from jaxche.replicas._merge import SingleReplica as SingleReplica
 from jaxche.replicas._merge_program import HOST_COLUMNS as HOST_COLUMNS
+from jaxche.replicas._merge_program import ROW_MODULUS as ROW_MODULUS
 from jaxche.replicas._merge_program import TINY_WEIGHT as TINY_WEIGHT
 from jaxche.replicas._merge_program import MergeRules as MergeRules
 from jaxche.replicas._merge_program import Report as Report

@@ -37,12 +37,14 @@ from jaxche.replicas._schedule_counts import (
 )
 from jaxche.scaling import with_extra_args
 
-# Columns that the host of a replica adds to the table of a merge. All are exact in float32.
+# Columns that the host of a replica adds to the table of a merge. Counts, flags and halves of digests are
+# exact in float32; times and parts of batches are rounded.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch. If batches are
 # joined, these parts add up to them, and a replica may have one without rows, and no step.
 # ``group_ms`` is the time of the replica in merges with its group, waits included.
 # ``compile_ms`` is the time in which it compiled for batches of other shapes, which is in neither of them.
 # ``prepare_ms`` is the time in which its process compiled before the round, for new shares of rows.
+# ``rows`` is the number of its rows (modulo ROW_MODULUS): the sum of examples on devices is rounded from 2**24 on.
 # ``divided`` is the number of its steps on rows of several shapes.
 # ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
 HOST_COLUMNS = (
@@ -58,11 +60,14 @@ HOST_COLUMNS = (
     "failed",
     "stop",
     "accumulated",
+    "rows",
     "divided",
     "ended",
     "plan_high",
     "plan_low",
 )
+# Exact in float32, and far larger than the error of a sum of examples.
+ROW_MODULUS = 2**23
 _COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
 # The weight of batches of padding alone: small enough to vanish beside others, and no division by zero without any.
 TINY_WEIGHT = 1e-20

@@ -34,9 +34,9 @@ _MEMORY_SHARE = 0.8
 class LocalResult(NamedTuple):
     """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
 
-    With outputs, those of each batch. ``group_ms`` is the time of merges with its group, waits included, and
-    ``compile_ms`` that of compilations; they are not in ``wall_ms``. ``divided`` is the number of steps on rows of
-    several shapes.
+    ``rows`` are those of all its steps, and ``divided`` is the number of steps on rows of several shapes. With outputs,
+    those of each batch. ``group_ms`` is the time of merges with its group, waits included, and ``compile_ms`` that of
+    compilations; they are not in ``wall_ms``.
     """
 
     carry: Carry
@@ -47,6 +47,7 @@ class LocalResult(NamedTuple):
     group_ms: float = 0.0
     compile_ms: float = 0.0
     divided: int = 0
+    rows: int = 0
 
 
 class Pause(Protocol):
@@ -146,7 +147,7 @@ class Replica:
         self.rank, self.placement, self._programs, self._pace_ms = rank, placement, programs, pace_ms
         # Rows of a whole batch: a step on a part of it is padded to that part of the pace.
         self.batch_rows = batch_rows
-        self._executables: dict[Any, Steps] = {}
+        self._executables: dict[Any, tuple[Steps, int]] = {}  # with the rows of a batch
         self._padding: Any = None
         self._read_error: Exception | None = None
         self._taken: Sequence[tuple[Key, slice]] = ()  # the batches of the present step
@@ -156,12 +157,12 @@ class Replica:
         """The constants and the carry of a round before its first step."""
         return self._programs.begin(local, np.uint32(index % 2**32), merge_scale)
 
-    def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, Any]:
-        """The steps compiled for the shapes of this batch, and the batch on the devices."""
+    def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, int, Any]:
+        """The steps compiled for the shapes of this batch, its rows, and the batch on the devices."""
         batch = self.placement.put(batch)
         if (key := _shapes_of(batch)) not in self._executables:
             self._lower(local, batch, begun)()
-        return self._executables[key], batch
+        return *self._executables[key], batch
 
     def lower(self, local: LocalState, batch: Any) -> Callable[[], None] | None:
         """Trace the steps for the shapes of this batch; None if they are compiled.
@@ -172,14 +173,14 @@ class Replica:
         return None if _shapes_of(batch) in self._executables else self._lower(local, batch)
 
     def _lower(self, local: LocalState, batch: Any, begun: Any = None) -> Callable[[], None]:
-        batch_size(batch)  # refuses ragged batches by name before XLA sees them
+        rows = batch_size(batch)  # refuses ragged batches by name before XLA sees them
         start, carry = begun or self.begin(local, 0)
         with self._named(batch):
             compiled = self._programs.lower(start, carry, batch)
 
         def compile() -> None:
             with self._named(batch):
-                self._executables[_shapes_of(batch)] = compiled()
+                self._executables[_shapes_of(batch)] = compiled(), rows
             self.compilations += 1
 
         return compile
@@ -230,7 +231,7 @@ class Replica:
     def warm_up(self, local: LocalState, batch: Any) -> None:
         """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace."""
         start, carry = self.begin(local, 0)
-        steps, batch = self._executable(local, batch, (start, carry))
+        steps, _, batch = self._executable(local, batch, (start, carry))
         fastest, pace_ms = float("inf"), self._pace(batch)
         if steps.plain is not steps.measuring:
             carry, loss, *_ = steps.plain(start, carry, batch)
@@ -270,7 +271,7 @@ class Replica:
         if time_limit_ms is not None and isinstance(feed, Feed):
             limit = min(_IN_FLIGHT, max(2, len(feed.steps) // 8))
         is_late = self._time_limit(feed, time_limit_ms, limit)
-        steps, in_flight, pauses = 0, _InFlight(limit), list(pauses)
+        steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
         try:
             constants, carry = self.begin(local, index, merge_scale)
             clock = _Clock()
@@ -285,14 +286,15 @@ class Replica:
                     break
                 self._taken = feed.taken if isinstance(feed, Feed) else ()
                 before, began = self.compilations, time.perf_counter()
-                programs, batch = self._executable(local, batch, (constants, carry))
+                programs, taken, batch = self._executable(local, batch, (constants, carry))
                 if self.compilations != before:
                     clock.skip_compilation(began)
                 step = programs.measuring if steps < measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
                 steps += not isinstance(feed, Feed) or feed.ends_step
+                rows += taken
                 if kept and self._taken:
-                    in_flight.keep((self._taken, batch_size(batch), *kept))
+                    in_flight.keep((self._taken, taken, *kept))
                 in_flight.add(loss)
                 if self._pace_ms:
                     loss.block_until_ready()
@@ -305,7 +307,9 @@ class Replica:
             if self._read_error is not None:
                 raise self._read_error
             divided, compile_ms = feed.divided if isinstance(feed, Feed) else 0, 1e3 * clock.compiled_s
-            return LocalResult(carry, steps, wall_ms, outputs=outputs, compile_ms=compile_ms, divided=divided)
+            return LocalResult(
+                carry, steps, wall_ms, outputs=outputs, compile_ms=compile_ms, divided=divided, rows=rows
+            )
         except Exception as error:
             return self.idle(local)._replace(error=error)
 
@@ -329,7 +333,7 @@ class Replica:
 
     def memory(self, local: LocalState) -> RoundMemory:
         """Bytes that a round needs on a device, for the largest compiled batch."""
-        found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps in self._executables.values())
+        found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps, _ in self._executables.values())
         return max(found, key=lambda memory: memory.fixed + memory.of_rows)
 
     def idle(self, local: LocalState) -> LocalResult:
@@ -424,7 +428,10 @@ def free_rates(
         for replica, local in zip(replicas, local_states, strict=True)
         if spans_processes(replica.placement)
     }
-    times = {rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()}
+    tried = {rank: replica.run(local, batches, 0) for rank, (replica, local) in spanning.items()}
+    error = next((result.error for result in tried.values() if result.error), None)
+    group.raise_everywhere(error, replicas[0].rank, "the measurement of rates")
+    times = {rank: result.wall_ms / len(batches) for rank, result in tried.items()}
     together = group.all_gather(times)  # and all start together
     agreed = {
         rank: math.ceil(seconds * 1e3 / max(part[str(rank)] for part in together if str(rank) in part))

@@ -108,6 +108,11 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
     return Preconditioner(jax.tree.unflatten(jax.tree.structure(grads), factors), active)
 
 
+def has_second_moments(opt_state: Any) -> bool:
+    """Whether a state has those of an Adam-type optimizer."""
+    return bool(_find(opt_state, 0.0, 0.0))
+
+
 def _is_state(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 

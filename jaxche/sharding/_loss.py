@@ -21,6 +21,9 @@ RNG_NAMES = ("rng", "key")
 # Names of the labels of a batch, in a loss function that gets the arrays of a batch one by one.
 _LABELS = ("y", "label", "labels", "target", "targets")
 
+# Names of the batch.
+_BATCHES = ("batch", "data")
+
 # The attributes of a TrainState.
 _TRAIN_STATE = ("params", "apply_fn", "apply_gradients", "opt_state", "tx", "step", "batch_stats")
 
@@ -76,6 +79,10 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
             if isinstance(error, KeyError) and isinstance(batch, Mapping):
                 keys = f"; params has {brief(list(params))}" if isinstance(params, Mapping) else ""
                 error.add_note(f"the batch has {brief(list(batch))}{keys}")
+            if "model_state" in wanted and model_state is None:
+                error.add_note(
+                    "the state has no model_state; if the loss needs one: trainer.init(params, model_state=...)"
+                )
             raise
         loss, aux = loss_and_aux(result)
         if "model_state" in wanted:
@@ -103,6 +110,8 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
     rest = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY or p in by_position[2:]]
     for p in rest:
         if p.name not in known and p.default is p.empty:
+            if p in by_position and p.name in _BATCHES and by_position[1].name not in _BATCHES:
+                raise ValueError(_batch_not_second(name, first, by_position, known))
             line = f"bind other values: functools.partial({name}, {p.name}=...)"
             if "step" in p.name or "epoch" in p.name:
                 line = "let the number come with the batch, as in 'A weight that follows the steps' of docs/recipes.md"
@@ -115,6 +124,17 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
                 f"write def {name}({first}, rng), and {line}"
             )
     return [p.name for p in rest if p.name in known]
+
+
+def _batch_not_second(name: str, first: str, by_position: Sequence[inspect.Parameter], known: Sequence[str]) -> str:
+    """The error for a function whose batch comes after other arguments."""
+    given = {p.name: p.name if p.name in known else RNG_NAMES[0] for p in by_position[1:] if p.name not in _BATCHES}
+    words = [p.name if p is by_position[0] else given.get(p.name, "batch") for p in by_position]
+    own = [first, *dict.fromkeys(given.values())]
+    return (
+        f"{name} takes ({', '.join(p.name for p in by_position)}), but the batch is the second argument; write lambda "
+        f"{', '.join(own)}: {name}({', '.join([first.partition(',')[0], *words[1:]])})"
+    )
 
 
 def loss_and_aux(result: Any) -> tuple[Any, Any]:

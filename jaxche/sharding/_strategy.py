@@ -199,7 +199,7 @@ class _Hybrid(ShardingStrategy):
 
     def __post_init__(self):
         super().__post_init__()
-        write = f"{type(self).__name__}(intra_node_size={jax.local_device_count()})"
+        write = f"{type(self).__name__}(intra_node_size=8)"  # no number of devices: that would start JAX's backend
         size = whole_number("intra_node_size", self.intra_node_size, 1, write)
         object.__setattr__(self, "intra_node_size", size)
 

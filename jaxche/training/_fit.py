@@ -150,7 +150,8 @@ def fit(
         log_every = agreed.every["log_every"]
         bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
-        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(agreed.callbacks, log_every)]
+        calls = CallbackHook(agreed.callbacks, log_every, trainer._group.is_leader)
+        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), calls]
         run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
         _train(trainer, run)
     run.history.memory = tuple(trainer.memory)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxche.data import EPOCH_SIZE
@@ -203,16 +204,22 @@ class LauncherHook(Hook):
 class CallbackHook(Hook):
     """Calls the callbacks of the user."""
 
-    def __init__(self, callbacks: Sequence[Callback], every: Every | None = None):
-        self._callbacks, self._every = callbacks, every
+    def __init__(self, callbacks: Sequence[Callback], every: Every | None = None, is_leader: bool = True):
+        self._callbacks, self._every, self._is_leader = callbacks, every, is_leader
         self._logged: RoundInfo | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._logged = run.history[-1] if run.history else None  # of a run that was resumed
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         logs = self._every is None or run.is_due(self._every) or info.validation or run.is_done or info.stop
         self._logged = info if logs else self._logged
         called = {i: one for i, one in enumerate(self._callbacks) if logs or not isinstance(one, Logger)}
         answers = {i: callback(run.state, info) for i, callback in called.items()}  # call all, even after a true result
-        return any(_is_true(i, answer) for i, answer in answers.items())
+        stops = [i for i, answer in answers.items() if _is_true(i, answer)]
+        if stops and not run.is_done and self._is_leader:
+            _log.warning("callbacks[%s] returned true after round %s, and training ends", stops[0], info.round)
+        return bool(stops)
 
     def on_end(self, run: Run) -> None:
         # A callback has stopped the run after a round that was not due, or before its evaluation.
@@ -223,14 +230,17 @@ class CallbackHook(Hook):
 
 
 def _is_true(i: int, answer: Any) -> bool:
-    """Whether the result of a callback is true; refuses an array of several numbers."""
+    """Whether the result of a callback is true; refuses one that may not be meant to end training."""
     try:
-        return bool(answer)
+        is_true = bool(answer)
     except Exception:
+        is_true = None
+    if is_true is None or (is_true and not (isinstance(answer, bool) or getattr(answer, "dtype", None) == np.bool_)):
         raise ValueError(
-            f"callbacks[{i}] returned {brief(answer)}, which is neither true nor false; a true result stops training: "
+            f"callbacks[{i}] returned {brief(answer)}, which is neither True nor False; a true result stops training: "
             "write return True for that, e.g. return bool((values < limit).all()), and leave it out to go on"
-        ) from None
+        )
+    return is_true
 
 
 def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:

@@ -249,8 +249,7 @@ class Membership:
     def _of_ranks(self, state: TrainerState, order: Sequence[int]) -> TrainerState:
         """The state of these ranks; ``policy="auto"`` begins again with exact sync.
 
-        Each update of exact sync measures a merge. Local steps measure one in whole rounds only, and where a round is
-        longer than an epoch none is whole.
+        Each update of exact sync measures a merge, and rounds of local steps take longer.
         """
         choice = state.choice
         if choice is not None and len(order) > 1:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxche.averaging import Weighted
 from jaxche.data import from_json, to_json
+from jaxche.messages import brief
 from jaxche.sharding import RNG_NAMES, wanted_names
 
 _log = logging.getLogger("jaxche")
@@ -70,7 +71,7 @@ def outputs_of(result: Any, scalars_only: bool = False) -> Any:
         if isinstance(rest, Mapping):
             result = {"loss": loss, **rest} | {"loss": loss}
     if not isinstance(result, Mapping) or not result:
-        raise ValueError(f"metric_fn returned {type(result).__name__}; {_FORMS}")
+        raise ValueError(f"metric_fn returned {brief(result)}; {_FORMS}")
     return {name: _scalar(name, value) for name, value in result.items()}
 
 
@@ -78,7 +79,7 @@ def arguments_of(result: Any) -> dict[str, Any]:
     """The result of a metric function as the arguments of ``metrics.update``."""
     if not isinstance(result, Mapping):
         raise ValueError(
-            f"metric_fn returned {type(result).__name__}; with metrics= it returns the arguments of their update, e.g. "
+            f"metric_fn returned {brief(result)}; with metrics= it returns the arguments of their update, e.g. "
             "{'logits': logits, 'labels': batch['y']}"
         )
     return dict(result)
@@ -205,7 +206,11 @@ def named_floats(computed: Any, name: str) -> dict[str, float]:
     if dataclasses.is_dataclass(computed):
         value = {f"{name}_{field.name}": getattr(computed, field.name) for field in dataclasses.fields(computed)}
     if isinstance(value, Mapping):
-        return {key: x for inner, part in value.items() for key, x in named_floats(part, str(inner)).items()}
+        parts = {str(inner): named_floats(part, str(inner)) for inner, part in value.items()}
+        names = [key for part in parts.values() for key in part]
+        if len(set(names)) < len(names):  # of nested metrics
+            parts = {inner: {f"{inner}_{key}": x for key, x in part.items()} for inner, part in parts.items()}
+        return {key: x for part in parts.values() for key, x in part.items()}
     if np.shape(value) != ():
         raise ValueError(
             f"metric {name!r} computes an array of shape {np.shape(value)}; evaluate returns one float for each name: "

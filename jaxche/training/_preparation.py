@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -61,12 +62,13 @@ class PreparedEngine(Engine):
 
         def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
             tx = self._tx
-            if opt_state is not None:
-                tx = optax.GradientTransformation(lambda params: opt_state, self._settings.tx.update)
+            if (given := opt_state) is not None:
+                tx = optax.GradientTransformation(lambda params: given, self._settings.tx.update)
                 tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
             outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
-            local = LocalState(params, tx.init(params), model_state, outer_state, **scaled)
+            opt_state = jax.tree.map(jnp.asarray, tx.init(params))  # it may have Python's numbers
+            local = LocalState(params, opt_state, model_state, outer_state, **scaled)
             if self._settings.wire != "float32":  # "auto" may take codes later
                 is_sharded = self._placements[0].makes_pieces
                 residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)

@@ -22,7 +22,7 @@ from jaxche.cadence import (
     paused_ms,
 )
 from jaxche.distributed import Group
-from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report
+from jaxche.replicas import DIFFERS, HOST_COLUMNS, ROW_MODULUS, TINY_WEIGHT, Columns, LocalResult, Merged, Report
 from jaxche.reports import RoundInfo
 from jaxche.training._non_finite import non_finite_error
 from jaxche.training._plan import PlannedRound
@@ -67,6 +67,7 @@ def host_rows(
             failed,
             stop,
             state.accumulated,
+            result.rows % ROW_MODULUS,
             result.divided,
             ended,
             *plan.digest_halves(),
@@ -115,7 +116,8 @@ class RoundStatistics:
         self.stop = int(host["stop"].max())
         self.is_divided = bool(host["divided"].any())
         self.ended = tuple(map(int, host["ended"]))
-        self.examples = sums[:, 0]
+        # The sum of the examples, rounded, has the multiple of ROW_MODULUS.
+        self.examples = host["rows"] + ROW_MODULUS * np.round((sums[:, 0] - host["rows"]) / ROW_MODULUS)
         # Of the loss, and of each metric.
         weights = [sums[:, columns.weight_of(position)] for position in range(1 + len(columns.metrics))]
         own = columns.weight_of(0) != 0
@@ -313,9 +315,9 @@ def _report(
     before, correction = state.che, state.correction
     if before is None:
         return None, correction, Verdict.CALM
-    # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
-    is_whole = planned.policy is ApplyPolicy.SYNC or counts == before.limited_counts
-    is_whole |= state.choice is not None and 0 in plan.counts and counts == plan.counts  # some replicas are idle
+    # For the tuner of the seed, a round that the end of an epoch cuts short does not measure the overhead of a whole
+    # round. The others take the cost of a merge from any.
+    is_whole = planned.policy is ApplyPolicy.SYNC or before.tuner != "seed" or counts == before.limited_counts
     wall_ms, reported = table.wall_ms, counts
     if plan.shares:
         # A cadence counts whole batches: report the time that one would have taken.
@@ -332,7 +334,7 @@ def _report(
         che = che.report_timing(wall_ms, counts, 0.0)
     if planned.policy is not ApplyPolicy.ASYNC:
         return che, correction, Verdict.CALM
-    correction, che, verdict = correction.apply(before, che, merged.report.drift)
+    correction, che, verdict = correction.apply(before, che, merged.report.drift, max(counts))
     return che, correction, verdict
 
 

@@ -26,7 +26,7 @@ class TrainerState:
 
     Attributes:
       local_states: the replicas of this process.
-      che: the cadence, or None when nothing is measured (one replica, or policy ``sync``).
+      che: the cadence; None for a single replica.
       correction: divergence correction (policy ``async``).
       round: number of rounds done.
       epoch: epoch of the next batch.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-import jax
 import optax
 
 from jaxche.cadence import ApplyPolicy
 from jaxche.data import EPOCH_SIZE
+from jaxche.scaling import has_second_moments
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
 
@@ -76,16 +75,9 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
         if limit is not None:
             found.append(f"{name}={-(-batches * limit // updates):,}".replace(",", "_"))
     if not (settings.staged or trainer.policy is ApplyPolicy.AUTO or isinstance(settings.tx, optax.MultiSteps)):
-        rule = "AdamScale" if _has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
+        rule = "AdamScale" if has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
         found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")
     return found
-
-
-def _has_second_moments(opt_state: Any) -> bool:
-    def found(node: Any) -> bool:
-        return hasattr(node, "nu")
-
-    return any(map(found, jax.tree.leaves(opt_state, is_leaf=found)))
 
 
 class UpdatesHook(Hook):

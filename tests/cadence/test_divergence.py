@@ -161,6 +161,31 @@ def test_nudge_shrinks_and_calm_reports_let_it_recover(tuner):
     assert correction.ceiling is None
 
 
+def test_after_a_nudge_progress_comes_back_to_the_round_that_it_had_chosen():
+    che, correction, drift, anchors = ElChe(2, 1, 0.015, tuner="progress"), DivergenceCorrection(), 0.001, []
+    for k in range(120):
+        counts = che.batch_counts
+        after = che.report_timing([10.0 * counts[0], 20.0 * counts[1]], counts, 20.0, 8000.0)
+        drift *= 1.3 ** max(counts) if 6 <= k < 10 else 1.0  # grows in four rounds
+        correction, che, _ = correction.apply(che, after, drift)
+        anchors.append(che.anchor)
+    chosen, least = anchors[6], min(anchors[6:])
+    assert (chosen, least, correction.ceiling) == (13, 1, None)
+    assert anchors[-1] == 12  # it keeps a round that is this close
+    back = anchors[len(anchors) - anchors[::-1].index(least) :]
+    assert all(0 <= later - one <= max(1, one // 4) or later == chosen for one, later in itertools.pairwise(back))
+    assert sorted(back) == back
+
+
+def test_growth_is_that_of_the_steps_of_the_round():
+    che = ElChe(2, 10)
+    _, _, one = DivergenceCorrection().apply(che, che, 0.1)
+    correction = DivergenceCorrection(GrowthGuard(last=0.1))
+    assert correction.apply(che, che, 0.2)[0].guard.rate == pytest.approx(math.log(2) / 10)
+    assert correction.apply(che, che, 0.2, k_max=4)[0].guard.rate == pytest.approx(math.log(2) / 4)
+    assert one is CALM
+
+
 def test_seed_comes_back_to_its_start_without_overhead_to_drive_it():
     # Overhead stays between half the target and the target all the way: the seed alone would stay at 5 for ever.
     fleet = VirtualFleet([10.0, 20.0], sync_ms=15.0)

@@ -175,7 +175,7 @@ def test_one_absurd_report_changes_nothing():
 def test_a_change_of_speed_is_followed_at_all_sizes():
     shares, _ = run((20, 50), 8.0, 32)
     shares, _ = run((60, 50), 24.0, 32, rounds=3, shares=shares)  # the fast one three times slower
-    assert shares.times([BATCH, BATCH], [1, 1])[0] == pytest.approx(60, rel=0.1)
+    assert dataclasses.replace(shares, rows=(BATCH, BATCH), steps=(1, 1)).times()[0] == pytest.approx(60, rel=0.1)
     shares, _ = run((60, 50), 24.0, 32, shares=shares)
     fixed, _ = shares.fit()
     assert slowest((60, 50), 24.0, shares.rows) <= 1.3 * slowest((60, 50), 24.0, (14, 18))

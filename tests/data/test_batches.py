@@ -286,6 +286,27 @@ def test_what_failed_to_read_is_read_again_when_asked_again():
     reader.close()
 
 
+def test_what_failed_ahead_of_time_is_read_again_when_it_is_taken():
+    class Down:
+        is_down = True
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            if self.is_down and i:
+                raise OSError("busy")
+            return i
+
+    data = Down()
+    reader = SequenceReader(data)
+    reader.prefetch([[(0, 5), (0, 6)]])
+    reader.wait()
+    data.is_down = False
+    assert [reader.take((0, i)) for i in (5, 6)] == [5, 6]
+    reader.close()
+
+
 def test_a_grain_pipeline_is_data(devices):
     rng = np.random.default_rng(0)
     rows = [{"x": x, "y": np.float32(x.sum())} for x in rng.normal(size=(40, 3)).astype(np.float32)]

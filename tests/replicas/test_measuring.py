@@ -144,7 +144,7 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
         arguments = {"average": average, "replicas": devices[:replicas], "scaling": scaling}
         trainer = jaxche.Trainer(loss, optax.adam(1e-3), **arguments)
         state, _ = trainer.round(trainer.init(w), data, counts=(20, 0)[:replicas])
-        (steps,) = trainer._engine._replicas[0]._executables.values()
+        ((steps, _),) = trainer._engine._replicas[0]._executables.values()
         costs = [step.cost_analysis() for step in (steps.measuring, getattr(steps.plain, "args", [steps.plain])[0])]
         work[scaling] = [(cost["flops"], cost["bytes accessed"]) for cost in costs]
         if scaling is not None and replicas == 2:

@@ -188,7 +188,7 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table = np.zeros((2, 2, len(HOST_COLUMNS) + 3), np.float32)
     table[:, :, [HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low")]] = plan.digest_halves()
     table[0, :, HOST_COLUMNS.index("wall_ms")] = 10, 30
-    table[:, :, len(HOST_COLUMNS) + 1] = 8.0  # examples
+    table[:, :, len(HOST_COLUMNS) + 1] = table[:, :, HOST_COLUMNS.index("rows")] = 8.0  # examples
     rows = reduce_rows(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
     planned = PlannedRound(TrainerState((), None, DivergenceCorrection()), plan, SequenceReader([]))

@@ -251,6 +251,7 @@ def test_nothing_runs_beside_the_exchange_of_measurements(make, data):
     assert [info.sync_ms for info in infos] == pytest.approx([7.0, 57.0, 107.0, 67.0, 7.0])
     assert [info.hidden_ms for info in infos] == pytest.approx([0.0, 50.0, 0.0, 40.0, 100.0])
     assert state.clock_ms == pytest.approx(walls + 210.0 + 5 * 7.0)
+    assert state.che.sync_samples == pytest.approx([100.0] * 3)  # hidden and waited for, without the exchange
     state, _ = one.fit(state, data, max_steps=100, progress=False)
     assert state.che.exchange_samples == pytest.approx([7.0] * 3)
     assert state.che.sync_samples == pytest.approx([100.0] * 3)

@@ -1,9 +1,12 @@
 """Rates of replicas that run free."""
 
+import sys
+
 import optax
 import pytest
 
 import jaxche
+from jaxche.replicas import Replica
 
 
 @pytest.fixture
@@ -25,6 +28,18 @@ def test_data_that_cannot_be_read_is_an_error(trainer, problem):
     trainer.round(state, problem.data)
     with pytest.raises(OSError, match="on fire"):
         trainer.measure_rates(state, Torn(problem.data), seconds=0.1)
+
+
+def test_a_replica_over_processes_that_cannot_run_is_an_error_of_its_own(trainer, problem, monkeypatch):
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data)
+    run, module = Replica.run, sys.modules[Replica.__module__]
+    monkeypatch.setattr(module, "spans_processes", lambda placement: True)
+    monkeypatch.setattr(
+        Replica, "run", lambda self, *args: run(self, *args)._replace(wall_ms=0.0, error=OSError("no memory"))
+    )
+    with pytest.raises(OSError, match="no memory"):
+        trainer.measure_rates(state, problem.data, seconds=0.1)
 
 
 class Torn:

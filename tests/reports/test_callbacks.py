@@ -106,6 +106,27 @@ def test_steps_of_a_resumed_run(problem, devices, tmp_path):
     assert seen == list(np.cumsum([info.examples for info in history]))
 
 
+def test_a_finished_run_that_is_resumed_is_not_logged_again(problem, devices, tmp_path):
+    class Recorder(jaxche.reports.Logger):
+        def __init__(self):
+            self.rounds = []
+
+        def __call__(self, state, info):
+            self.rounds.append(info.round)
+
+    def train(epochs):
+        trainer, recorder = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]), Recorder()
+        state, options = trainer.init(problem.params), {"progress": False, "checkpoints": tmp_path}
+        _, history = trainer.fit(state, problem.data, epochs, [recorder], **options)
+        return recorder.rounds, len(history)
+
+    first, length = train(1)
+    assert first == list(range(length))
+    assert train(1) == ([], length)
+    rounds, longer = train(2)
+    assert rounds == list(range(length, longer))
+
+
 @pytest.mark.parametrize("rounds", [range(2), [], [3, 5]])
 def test_invalid_rounds(rounds, tmp_path):
     with pytest.raises(ValueError, match="from 1, one after another"):

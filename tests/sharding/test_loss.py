@@ -1,5 +1,7 @@
 """Every accepted shape of a loss function comes out in one form."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,3 +77,34 @@ def test_batch_size_is_the_common_leading_axis():
         batch_size({"x": np.ones((4, 2)), "y": np.ones(5)})
     with pytest.raises(ValueError, match="no examples"):
         batch_size(np.ones((0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (
+            lambda params, model_state, batch: 0.0,
+            "lambda params, batch, model_state: loss_fn(params, model_state, batch)",
+        ),
+        (lambda w, k, data: 0.0, "lambda params, batch, rng: loss_fn(params, rng, batch)"),
+        (
+            lambda params, model_state, key, batch: 0.0,
+            "lambda params, batch, model_state, key: loss_fn(params, model_state, key, batch)",
+        ),
+    ],
+)
+def test_a_batch_that_is_not_the_second_argument_is_refused_with_the_order(loss, line):
+    with pytest.raises(ValueError, match=re.escape(f"the batch is the second argument; write {line}")):
+        as_loss(loss)
+
+
+def test_an_error_of_a_loss_that_lacks_its_state_says_how_to_give_it():
+    def loss(params, batch, model_state):
+        return params + model_state["n"], ({}, model_state)
+
+    with pytest.raises(TypeError) as caught:
+        as_loss(loss)(1.0, None, 2.0, None)
+    assert "trainer.init(params, model_state=...)" in caught.value.__notes__[0]
+    with pytest.raises(KeyError) as caught:
+        as_loss(loss)(1.0, {}, 2.0, None)
+    assert not hasattr(caught.value, "__notes__")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -96,3 +98,14 @@ def test_shardings_of_parameters(strategy, share, devices):
 def test_what_cannot_be_is_refused(make, named, devices):
     with pytest.raises(ValueError, match=named):
         make(devices)
+
+
+def test_a_strategy_may_be_made_before_the_processes_of_a_run_meet():
+    program = """
+import jaxche
+for cls in (jaxche.NoShard, jaxche.FullShard, jaxche.ShardGradOp, jaxche.HybridShard):
+    cls()
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

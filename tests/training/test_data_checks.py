@@ -8,6 +8,7 @@ import pytest
 
 import jaxche
 from jaxche.data._batches import SequenceReader
+from jaxche.data._checks import _close, _equal, non_finite_leaves
 from jaxche.training import _fingerprint as fingerprint
 
 
@@ -268,3 +269,14 @@ def test_data_that_only_looks_like_an_array_or_a_tuple_of_arrays_is_taken(proble
         trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
         state, _ = trainer.fit(trainer.init(problem.params), data, progress=False)
         assert state.examples == 96
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_a_number_that_is_not_finite_is_found_in_every_type(dtype):
+    x = np.zeros((4, 2), dtype)
+    assert non_finite_leaves((0, 3), {"x": x}) == []
+    x[1, 0] = np.nan
+    assert non_finite_leaves((0, 3), {"x": x}) == ["NaN in ['x'] of batch 3 of epoch 0 (row 1)"]
+    assert _equal(x, x.copy())
+    assert _close(x, x.copy())
+    assert not _close(x, np.zeros((4, 2), dtype))

@@ -1,8 +1,10 @@
-"""Rounds that hang."""
+"""Rounds that hang, and callbacks that end a run."""
 
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -46,3 +48,27 @@ def test_a_round_that_hangs_ends_the_process_and_says_where():
     assert (done.returncode, done.stdout) == (1, "round 0\nround 1\n")
     assert "Timeout (0:00:01.500000)!" in done.stderr
     assert "in waits_for_ever" in done.stderr
+
+
+@pytest.mark.parametrize("answer", [True, np.bool_(True), jnp.bool_(True)])
+def test_a_callback_that_ends_training_is_named(problem, devices, caplog, answer):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    callbacks = [lambda state, info: None, lambda state, info: info.round == 2 and answer]
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, 9, callbacks, progress=False)
+    assert len(history) == 3
+    assert caplog.text.count("callbacks[1] returned true after round 2, and training ends") == 1
+
+
+@pytest.mark.parametrize("answer", [0.25, {"loss": 0.25}, "no", 1, [0]])
+def test_a_callback_whose_result_may_not_be_meant_to_end_training_is_refused(problem, devices, answer):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=r"callbacks\[0\] returned .*, which is neither True nor False; .*return True"):
+        trainer.fit(trainer.init(problem.params), problem.data, 1, [lambda state, info: answer], progress=False)
+
+
+@pytest.mark.parametrize("answer", [0, "", {}, False, np.bool_(False)])
+def test_a_callback_without_a_result_goes_on(problem, devices, answer, caplog):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, 1, [lambda state, info: answer], progress=False)
+    assert state.epoch == 1
+    assert "training ends" not in caplog.text

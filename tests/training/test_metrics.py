@@ -142,6 +142,12 @@ def test_metrics_with_merge_are_merged(cuts):
     assert found == {"mean": 1.0}
 
 
+def test_nested_metrics_of_one_name_have_the_names_around_them():
+    nested = {"train": {"loss": 1.0, "accuracy": 0.5}, "held": {"loss": 5.0}}
+    assert named_floats(nested, "all") == {"train_loss": 1.0, "train_accuracy": 0.5, "held_loss": 5.0}
+    assert named_floats({"train": {"loss": 1.0}, "held": {"accuracy": 0.5}}, "all") == {"loss": 1.0, "accuracy": 0.5}
+
+
 def test_what_a_metric_function_may_return():
     loss, metrics = jnp.float32(2), {"a": 0.5, "b": Weighted(jnp.float32(3), jnp.float32(4))}
     assert outputs_of(loss) == outputs_of((loss, {})) == outputs_of({"loss": loss}) == {"loss": 2}
@@ -157,10 +163,10 @@ def test_what_a_metric_function_may_return():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (None, "metric_fn returned NoneType; return a dict of means"),
+        (None, "metric_fn returned None; return a dict of means"),
         (jnp.zeros(3), "metric_fn returned .*; return a dict"),
-        ({}, "metric_fn returned dict; return a dict"),
-        ((1.0, 2.0), "metric_fn returned tuple; return a dict"),
+        ({}, "metric_fn returned {}; return a dict"),
+        ((1.0, 2.0), r"metric_fn returned \(1.0, 2.0\); return a dict"),
         (
             {"per_class": jnp.zeros(3)},
             r"'per_class' has shape \(3,\); .*: write per_class.mean\(\), or",

@@ -143,3 +143,16 @@ def test_parameters_may_be_of_a_class_without_an_equality(devices, settings):
     np.testing.assert_allclose(trainer.params(state).w, line.w, rtol=1e-5)
     with pytest.raises(ValueError, match="opt_state is not one of this tx"):
         trainer.init(line, opt_state=optax.sgd(0.1).init(line))
+
+
+def test_a_state_with_numbers_of_python_is_trained_like_one_of_arrays(problem, devices, same):
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g / (1 + state["count"]), grads), {"count": state["count"] + 1}
+
+    found = []
+    for zero in (0, jnp.int32(0)):
+        tx = optax.GradientTransformation(lambda params, zero=zero: {"count": zero}, update)
+        trainer = jaxche.Trainer(problem.loss, tx, policy="sync", rows="equal", replicas=devices[:2])
+        state, _ = trainer.fit(trainer.init(problem.params), problem.data, progress=False)
+        found.append(trainer.params(state))
+    same(*found)

@@ -2,13 +2,17 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
+import jaxche
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, VirtualFleet
+from jaxche.cadence._divergence import GrowthGuard
 from jaxche.data import SequenceReader
 from jaxche.replicas._merge import Merged
-from jaxche.replicas._merge_program import HOST_COLUMNS, Report
+from jaxche.replicas._merge_program import HOST_COLUMNS, ROW_MODULUS, Report
 from jaxche.replicas._programs import Columns
 from jaxche.training import TrainerState
 from jaxche.training._plan import PlannedRound
@@ -25,6 +29,7 @@ def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 
     rows = []
     for n, w, b in zip(counts, wall, examples_per_batch, strict=True):
         host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "batches": n, "wall_ms": w, "last_sync_ms": last_sync}
+        host["rows"] = n * b % ROW_MODULUS
         rows.append([*host.values(), 0.0, n * b, n * b * 0.5])
     table = np.array(rows)
     return Merged(("after",), table, Report(*drift)), RoundStatistics(table, Columns())
@@ -131,3 +136,45 @@ def test_the_clock_of_processes_never_goes_back_and_is_right_in_the_end():
     assert clocks == sorted(clocks)
     # The steps of all rounds, the known merges, and the last of these once more for the merge that is not known yet.
     assert clocks[-1] == 10.0 * len(known_ms) + sum(known_ms) + 5.0
+
+
+def test_examples_are_exact_though_their_sum_on_devices_is_rounded():
+    rows = [29_999_400, 2**23 - 1, 2**30 + 1, 0]
+    table = []
+    for n in rows:
+        host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": 1, "batches": 1, "rows": n % ROW_MODULUS}
+        table.append([*host.values(), 0.0, np.float32(n) + 3 * np.spacing(np.float32(n)), 0.5])
+    assert RoundStatistics(np.array(table), Columns()).examples.tolist() == rows
+
+
+def test_a_round_of_many_examples_has_their_number(devices):
+    data = [{"x": np.zeros((399_999, 1), np.float32)}] * 50
+    trainer = jaxche.Trainer(lambda w, b: jnp.mean((b["x"] - w) ** 2), optax.sgd(0.1), replicas=devices[:1])
+    state, history = trainer.fit(trainer.init(jnp.zeros(())), data, epochs=1, progress=False)
+    assert max(info.examples for info in history) > 2**24
+    assert state.examples == 50 * 399_999
+
+
+def test_the_growth_of_drift_is_that_of_the_steps_taken(problem):
+    che, fleet = ElChe(2, 10, max_batch_diff=2), VirtualFleet([10, 100])
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.01), policy="async", che=che, fleet=fleet)
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, max_steps=60, progress=False)
+    assert max(map(max, (info.counts for info in history))) <= 12 < max(state.che.batch_counts)
+    guard = GrowthGuard()
+    for info in history:
+        guard, _ = guard.observe(info.drift, max(info.counts))
+    assert state.correction.guard == guard
+
+
+@pytest.mark.parametrize("tuner", ["steady", "progress"])
+def test_an_anchor_that_is_longer_than_an_epoch_finds_its_length(tuner):
+    anchors = []
+    for anchor in (10, 100):
+        che, fleet = ElChe(2, anchor, tuner=tuner), VirtualFleet([10, 23], sync_ms=5.0)
+        trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.01), che=che, fleet=fleet)
+        data = jaxche.Batches(np.ones((120, 2), np.float32), 2)  # 60 batches
+        state, _ = trainer.fit(trainer.init(jnp.zeros(2)), data, epochs=12, progress=False)
+        anchors.append(state.che.anchor)
+        assert state.che.sync_samples == (5.0,) * 3
+    assert anchors[1] < 30
+    assert tuner == "progress" or anchors == [3, 3]

@@ -25,7 +25,7 @@ def planned(sync_ms=0.0, plan=PLAN):
 
 def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
     """Two replicas with 16 and 8 examples and one metric; other fields are ``name=(rank, value)``."""
-    results = [LocalResult({}, 0, 10.0), LocalResult({}, 0, 20.0)]
+    results = [LocalResult({}, 0, 10.0, rows=16), LocalResult({}, 0, 20.0, rows=8)]
     rows = [host_rows(planned(3.0 + r, plan), [r], [results[r]])[0] for r, plan in enumerate(plans)]
     sums = [[0.0, 16.0, losses[0], 4.0], [0.0, 8.0, losses[1], 8.0]]
     numbers = np.float32(np.concatenate([rows, sums], axis=1))

@@ -78,6 +78,8 @@ def test_the_choices_have_numbers(devices, caplog):
     *_, (line,) = fit(caplog, devices, data=batches(2), tx=optax.adam(1e-3))
     assert "batch_size" not in line
     assert "scaling=jaxche.AdamScale()" in line
+    *_, (line,) = fit(caplog, devices, tx=optax.rmsprop(1e-3))  # whose second moments are not those of Adam
+    assert "scaling=jaxche.AdaScale()" in line
     *_, (line,) = fit(caplog, devices, data=[np.ones((4, 2), np.float32)] * 12)
     assert "batches of 1/3 of the size" in line
     *_, (line,) = fit(caplog, devices, policy="sync", joined_batches=2, tx=optax.MultiSteps(optax.sgd(0.1), 2))
