@@ -249,8 +249,9 @@ def _host_devices(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     for process, count in wanted.items():
         if count > len(free[process]):
             raise ValueError(
-                f"backend='host' merges on CPU devices, and process {process} has {len(free[process])} of them for its "
-                f"{count} devices; write jax.config.update('jax_num_cpu_devices', {count}) before jaxche.initialize()"
+                f"replicas that share a device, and those of backend='host', merge on a CPU device each; process "
+                f"{process} has {len(free[process])} of them, and needs {count}: write "
+                f"jax.config.update('jax_num_cpu_devices', {count}) before the first array, and before initialize()"
             )
     taken = [[free[device.process_index].pop(0) for device in row.flat] for row in rows]
     return [np.array(devices, dtype=object).reshape(row.shape) for devices, row in zip(taken, rows, strict=True)]

@@ -69,7 +69,7 @@ def test_large_whole_arrays_are_cut_along_the_first_axis_that_all_devices_divide
 
 def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
-    with pytest.raises(ValueError, match=r"process 0 has 1 of them for its 2 devices.*jax_num_cpu_devices', 2"):
+    with pytest.raises(ValueError, match=r"process 0 has 1 of them, and needs 2: .*jax_num_cpu_devices', 2"):
         ReplicaMesh(Group(), [DevicePlacement(d) for d in devices[:2]], host=True)
 
 
