@@ -7,6 +7,7 @@ from ._coordinator import heartbeat_timeout_s as heartbeat_timeout_s
 from ._coordinator import liveness_here as liveness_here
 from ._coordinator import serve_coordinator as serve_coordinator
 from ._coordinator import start_coordinator as start_coordinator
+from ._cpu_client import own_cpu_devices as own_cpu_devices
 from ._cpu_client import register_cpu_client as register_cpu_client
 from ._cpu_client import start_cpu_client as start_cpu_client
 from ._elastic_group import ElasticGroup as ElasticGroup

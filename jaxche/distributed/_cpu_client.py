@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssue]
+from jaxlib import xla_client
 
 from jaxche.distributed._listener import is_loopback
 
@@ -40,6 +42,12 @@ def make_cpu_client() -> Any:
         return _xla_bridge.make_cpu_client()
     collectives = _jax_lib.make_gloo_tcp_collectives(distributed_client=state.client, hostname=_LOOPBACK)
     return _xla_bridge.make_cpu_client(collectives)
+
+
+@functools.cache
+def own_cpu_devices(count: int) -> tuple[Any, ...]:
+    """So many CPU devices of this process alone, beside those of JAX, whose number is fixed once they have started."""
+    return tuple(xla_client.make_cpu_client(num_devices=count).devices())
 
 
 def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.distributed import Group
+from jaxche.distributed import Group, own_cpu_devices
 from jaxche.replicas._packing import SMALL_BYTES, SMALL_BYTES_TO_HOST
 from jaxche.replicas._placement import DevicePlacement, Placement, is_local
 
@@ -240,18 +240,22 @@ def _local_devices(rows: Sequence[np.ndarray]) -> list[list[Any]]:
 
 
 def _host_devices(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """CPU devices of the same processes for each row, preferably those that no replica computes on."""
+    """CPU devices of the same processes for each row, preferably those that no replica computes on.
+
+    Where one process has too few, further ones are made.
+    """
     busy = {device for row in rows for device in row.flat}
     free: dict[int, list[Any]] = {}
     for device in sorted(jax.devices("cpu"), key=lambda d: (d in busy, d.id)):
         free.setdefault(device.process_index, []).append(device)
     wanted = collections.Counter(device.process_index for row in rows for device in row.flat)
     for process, count in wanted.items():
-        if count > len(free[process]):
+        if count > len(free[process]) and jax.process_count() == 1:
+            free[process] = list(own_cpu_devices(count))
+        elif count > len(free[process]):
             raise ValueError(
-                f"replicas that share a device, and those of backend='host', merge on a CPU device each; process "
-                f"{process} has {len(free[process])} of them, and needs {count}: write "
-                f"jax.config.update('jax_num_cpu_devices', {count}) before the first array, and before initialize()"
+                f"backend='host' merges on CPU devices, and process {process} has {len(free[process])} of them for its "
+                f"{count} devices; write jax.config.update('jax_num_cpu_devices', {count}) before jaxche.initialize()"
             )
     taken = [[free[device.process_index].pop(0) for device in row.flat] for row in rows]
     return [np.array(devices, dtype=object).reshape(row.shape) for devices, row in zip(taken, rows, strict=True)]

@@ -69,8 +69,19 @@ def test_large_whole_arrays_are_cut_along_the_first_axis_that_all_devices_divide
 
 def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
-    with pytest.raises(ValueError, match=r"process 0 has 1 of them, and needs 2: .*jax_num_cpu_devices', 2"):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"process 0 has 1 of them for its 2 devices.*jax_num_cpu_devices', 2"):
         ReplicaMesh(Group(), [DevicePlacement(d) for d in devices[:2]], host=True)
+
+
+def test_a_process_alone_makes_the_cpu_devices_that_it_lacks(devices, monkeypatch):
+    placements = [DevicePlacement(d) for d in devices[:2]]
+    shared = ReplicaMesh(Group(), placements, host=True)
+    assert set(shared.mesh.devices.flat) <= set(jax.devices("cpu"))
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
+    own = ReplicaMesh(Group(), placements, host=True)
+    assert len({*own.mesh.devices.flat} - set(devices)) == 2
+    own.connect()
 
 
 @pytest.mark.parametrize(("sizes", "width"), [((2, 4), 2), ((1, 1), 1), ((3, 2), 1)], ids=str)

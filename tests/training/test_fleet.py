@@ -1,6 +1,13 @@
 """Training on the clock of a virtual fleet: real steps, the fleet's times, the same run every time."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -129,3 +136,52 @@ def test_exact_sync_has_no_such_limit(problem, devices, caplog):
     state, _ = one.fit(one.init(problem.params), problem.data, epochs=2, progress=False)
     assert state.che.limit
     assert "max_anchor" not in caplog.text + one.explain(state)
+
+
+ON_ONE_DEVICE = """
+import json, sys
+
+import jax, jax.numpy as jnp, numpy as np, optax
+
+import jaxche
+from tests.training.test_fleet import SETTINGS, trained
+
+assert len(jax.devices()) == 1  # which has made arrays already
+print(json.dumps([trained(settings, sys.argv[1]) for settings in SETTINGS]))
+"""
+SETTINGS = [{"policy": "auto"}, {"overlap": 0.5, "wire": "int4"}]
+
+
+def trained(settings, folder):
+    """Losses and parameters of a run of four replicas that is resumed, replayed and evaluated."""
+    x = np.random.default_rng(0).normal(size=(320, 4)).astype(np.float32)
+    data, fleet = (
+        jaxche.Batches({"x": x, "y": np.tanh(x[:, :1])}, 16),
+        jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=11.0),
+    )
+    folder = Path(folder) / "-".join(map(str, settings))
+
+    def fit(epochs):
+        one = jaxche.Trainer(
+            lambda w, b: jnp.mean((jnp.tanh(b["x"] @ w) - b["y"]) ** 2), optax.adam(0.01), fleet=fleet, **settings
+        )
+        return one, *one.fit(one.init(jnp.zeros((4, 1))), data, epochs, progress=False, checkpoints=folder)
+
+    fit(1)
+    one, state, history = fit(2)
+    replayed, _ = one.replay(one.init(jnp.zeros((4, 1))), data, history)
+    assert (one.params(state) == one.params(replayed)).all()
+    losses = [info.loss for info in history]
+    return losses, one.params(state).tolist(), np.asarray(state.params).sum().item(), one.evaluate(state, data)["loss"]
+
+
+def test_it_trains_on_one_device_what_it_trains_on_many(tmp_path):
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ON_ONE_DEVICE, str(tmp_path / "one")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    found = [trained(settings, tmp_path / "many") for settings in SETTINGS]
+    alone = json.loads(done.stdout.splitlines()[-1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), alone, [list(one) for one in found]
+    )
