@@ -31,10 +31,11 @@ class ReplicaMesh:
     Replicas of one device make a mesh of that axis alone. Sharded replicas of one shape add all their devices, so that
     shards merge without a gather. Sharded replicas of different sizes add as many devices each as the greatest common
     divisor of their widths: each reshards its trees to these devices, and the merged trees back. With ``host`` the mesh
-    has CPU devices, shards are copied there and back, and no program spans accelerators.
+    has CPU devices, shards are copied there and back, and no program spans accelerators. With ``idle`` no replica
+    trains on these devices.
     """
 
-    def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False):
+    def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False, idle: bool = False):
         self._group = group
         # A context for programs on it that turns the errors of lost processes into PeerLostError.
         self.collective = group.collective if group.num_processes > 1 else contextlib.nullcontext
@@ -51,7 +52,7 @@ class ReplicaMesh:
         if host:
             if any(device.platform != "cpu" for row in rows for device in row.flat):
                 self.small_bytes = SMALL_BYTES_TO_HOST
-            rows = _host_devices(rows)
+            rows = _host_devices(rows, idle)
         rows = [group.with_connections(row) for row in rows]
         # The specs of a sharded replica name its inner axes, also if one of its devices is in the mesh.
         plain = all(isinstance(placement, DevicePlacement) for placement in placements)
@@ -239,22 +240,24 @@ def _local_devices(rows: Sequence[np.ndarray]) -> list[list[Any]]:
     return [devices for devices in own if devices]
 
 
-def _host_devices(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """CPU devices of the same processes for each row, preferably those that no replica computes on.
+def _host_devices(rows: Sequence[np.ndarray], idle: bool) -> list[np.ndarray]:
+    """CPU devices of the same processes for each row, with ``idle`` only those that no replica computes on, else first.
 
-    Where one process has too few, further ones are made.
+    Where one process alone has too few, further ones are made.
     """
     busy = {device for row in rows for device in row.flat}
     free: dict[int, list[Any]] = {}
     for device in sorted(jax.devices("cpu"), key=lambda d: (d in busy, d.id)):
-        free.setdefault(device.process_index, []).append(device)
+        if not (idle and device in busy):
+            free.setdefault(device.process_index, []).append(device)
     wanted = collections.Counter(device.process_index for row in rows for device in row.flat)
     for process, count in wanted.items():
-        if count > len(free[process]) and jax.process_count() == 1:
+        here = free.get(process, [])
+        if count > len(here) and jax.process_count() == 1:
             free[process] = list(own_cpu_devices(count))
-        elif count > len(free[process]):
+        elif count > len(here):
             raise ValueError(
-                f"backend='host' merges on CPU devices, and process {process} has {len(free[process])} of them for its "
+                f"backend='host' merges on CPU devices, and process {process} has {len(here)} of them for its "
                 f"{count} devices; write jax.config.update('jax_num_cpu_devices', {count}) before jaxche.initialize()"
             )
     taken = [[free[device.process_index].pop(0) for device in row.flat] for row in rows]

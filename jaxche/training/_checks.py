@@ -223,7 +223,7 @@ def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[Bat
         )
     own = [d for placement in placements for d in placement.devices.flat if d.process_index == jax.process_index()]
     free = [device for device in jax.local_devices(backend="cpu") if device not in own]
-    if not virtual and len(placements) > 1 and len(free) < len(own):
+    if not virtual and jax.process_count() > 1 and len(free) < len(own):
         raise ValueError(
             f"overlap={overlap} merges on CPU devices that no replica trains on, and this process has {len(free)} of "
             f"them for {len(own)} replicas; write jax.config.update('jax_num_cpu_devices', {2 * len(own)}) before "

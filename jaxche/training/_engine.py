@@ -160,7 +160,8 @@ class Engine:
     def _make_mesh(self, shapes: Any) -> Any:
         """The mesh of all replicas, for parameters of these shapes."""
         self._placements = [placement.with_layout(shapes) for placement in self._placements]
-        return ReplicaMesh(self._group, self._placements, self._settings.host)
+        idle = self._settings.overlap > 0 and self._settings.fleet is None  # whose merges run beside steps
+        return ReplicaMesh(self._group, self._placements, self._settings.host, idle)
 
     @property
     def processes_of_present_ranks(self) -> list[tuple[int, ...]]:

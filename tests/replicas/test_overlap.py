@@ -301,11 +301,24 @@ def test_what_cannot_be_corrected_later_is_refused(make, options, message):
         make(**options)
 
 
-def test_islands_and_busy_cpu_devices_are_refused(make, devices):
+def test_islands_are_refused(make, devices):
     strategy = jaxche.FullShard()
     islands = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
     with pytest.raises(ValueError, match="replicas of one device"):
         make(fleet=None, replicas=islands, strategy=strategy)
+
+
+def test_merges_beside_steps_have_devices_of_their_own(make, data, devices, monkeypatch):
+    for replicas in (devices[:2], devices):
+        counts = [(2,) + (1,) * (len(replicas) - 1)] * 3
+        fleet = replace(FLEET, ms_per_batch=(20.0,) * len(replicas))
+        real, virtual = make(fleet=None, replicas=replicas), make(fleet=fleet, replicas=replicas)
+        (after, _), (expected, _) = (rounds(one, one.init(jnp.zeros(3)), data, counts) for one in (real, virtual))
+        merging = set(real._engine._replica_mesh.mesh.devices.flat)
+        assert len(merging) == len(replicas)
+        assert not merging & set(replicas)
+        np.testing.assert_array_equal(real.params(after.merged()), virtual.params(expected.merged()))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"jax_num_cpu_devices', 16"):
         make(fleet=None, replicas=devices)
 

@@ -104,7 +104,9 @@ def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(dev
     [("cpu cpu", True, 1 << 16), ("gpu cpu", True, 1 << 21), ("cpu gpu", True, 1 << 21), ("gpu gpu", False, 1 << 16)],
 )
 def test_arrays_join_up_to_a_size_that_all_replicas_decide(devices, monkeypatch, platforms, host, small):
-    monkeypatch.setattr("jaxche.replicas._replica_mesh._host_devices", lambda _: [np.array([[d]]) for d in devices[:2]])
+    monkeypatch.setattr(
+        "jaxche.replicas._replica_mesh._host_devices", lambda *_: [np.array([[d]]) for d in devices[:2]]
+    )
     own = [DevicePlacement(device) for device in devices[:2]]
     for placement, platform in zip(own, platforms.split(), strict=True):
         device = SimpleNamespace(platform=platform, process_index=0)
