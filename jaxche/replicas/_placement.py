@@ -418,8 +418,11 @@ def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> l
     return placements
 
 
-def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
-    """Whether replicas merge on CPU devices; refuses ``"device"`` if no program can span the devices."""
+def merges_on_host(backend: str, placements: Sequence[BatchPlacement], elastic: bool = False) -> bool:
+    """Whether replicas merge on CPU devices; refuses ``"device"`` if no program can span the devices.
+
+    In an ``elastic`` run they do: collectives of accelerators do not return after the death of a process.
+    """
     devices = [device for placement in placements for device in placement.devices.flat]
     shared = len(set(devices)) < len(devices)
     if shared and backend == "device":
@@ -434,5 +437,11 @@ def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
             "own process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
             "leave it out"
         )
+    elastic = elastic and len(placements) > 1 and any(device.platform != "cpu" for device in devices)
+    if elastic and backend == "device":
+        raise ValueError(
+            "backend='device' merges on accelerators, whose collectives do not return after a process has died, and an "
+            "elastic run continues then; write backend='host', or leave it out"
+        )
     kinds = {device.device_kind for device in devices}
-    return backend == "host" or (backend == "auto" and (shared or private or len(kinds) > 1))
+    return backend == "host" or (backend == "auto" and (shared or private or elastic or len(kinds) > 1))

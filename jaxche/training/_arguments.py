@@ -113,7 +113,7 @@ class Arguments:
             seed=seed,
             paces=checked_paces(self.pace_ms, world_size) if self.fleet is None else [None] * world_size,
             scaling=self._scaling(policy, averaging.average, placements),
-            host=merges_on_host("host" if overlap else self.backend, placements),
+            host=merges_on_host("host" if overlap else self.backend, placements, group.elastic),
             wire=self.wire if world_size > 1 else "float32",
             overlap=overlap,
             groups=groups,

@@ -375,6 +375,18 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
     assert not merges_on_host("device", same)
 
 
+def test_accelerators_of_an_elastic_run_meet_on_the_host(devices):
+    gpus = [RemoteDevice(process, "gpu", "NVIDIA L4", process) for process in range(2)]
+    on_gpus = [SimpleNamespace(devices=np.array([[gpu]], dtype=object)) for gpu in gpus]
+    on_cpus = make_placements(devices[:2], NoShard())
+    assert not merges_on_host("auto", on_gpus)
+    assert merges_on_host("auto", on_gpus, elastic=True)
+    with pytest.raises(ValueError, match=r"collectives do not return after a process.*write backend='host'"):
+        merges_on_host("device", on_gpus, elastic=True)
+    assert not merges_on_host("auto", on_cpus, elastic=True)
+    assert not merges_on_host("device", on_gpus[:1], elastic=True)
+
+
 def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
     monkeypatch.setattr(sharding_devices, "_devices_of_run", functools.cache(dict))
     set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
