@@ -47,7 +47,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=integer("-n 2"),
         metavar="N",
-        help="number of processes to start, between which links are measured",
+        help="number of processes to start, between which links are measured (default: 1, no links)",
     )
     add(
         "--store",

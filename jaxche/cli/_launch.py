@@ -72,7 +72,11 @@ _EMIT_OPTIONS = (
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-n", "--processes", type=integer("-n 2"), metavar="N", help="number of processes (default: one per GPU)"
+        "-n",
+        "--processes",
+        type=integer("-n 2"),
+        metavar="N",
+        help="number of processes (default: one per GPU, and those of --on-cpu; required without GPUs)",
     )
     parser.add_argument(
         "--on-cpu",
@@ -105,16 +109,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=integer("--max-restarts 3", 0),
         metavar="N",
-        help="restarts of all ranks after failures; with --elastic restarts of dead ranks, with --emit so many of "
-        "each rank (default: 0; with --emit 3)",
+        help="restarts of all ranks after failures (default: 0; with --emit 3); with --elastic restarts of single "
+        "ranks: so many in all, or with --emit so many of each",
     )
-    group.add_argument("--survivors", action="store_true", help="remove a rank that fails first twice in a row")
+    group.add_argument(
+        "--survivors",
+        action="store_true",
+        help="remove a rank that fails first twice in a row; needs --max-restarts 2 or more",
+    )
     group.add_argument(
         "--hang-timeout",
         type=number("--hang-timeout 600", above=True),
         metavar="S",
-        help="fail after so many seconds without a heartbeat of any process (default: no limit); with --elastic also "
-        "of one process while others have heartbeats (default: 120); with --emit the limit of one round",
+        help="end the run if no process finishes a round for so many seconds (default: no limit); with --elastic, end "
+        "a process that finishes none while others do (default: 120); with --emit, the limit of each round",
     )
     group.add_argument(
         "--term-grace",

@@ -19,7 +19,7 @@ jaxche trains one JAX model on devices of different speeds, to a given quality i
   jaxche train --compare sync,cadence,async
                                    the same with three policies, side by side
   jaxche report runs/mine          one HTML file with the pictures and tables of a run
-  jaxche simulate --ms 20,50       how much of these devices, in ms a step, training would use
+  jaxche simulate --ms 20,50       the efficiency of training on devices of 20 and 50 ms a step
   jaxche launch -n 2 train.py      run your own script once a device
   jaxche plan train.py:make_model  memory and traffic of your model on several devices
   jaxche launch --emit slurm ...   print a file that runs it on a cluster

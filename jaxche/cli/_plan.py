@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _ROWS = 64
 
 _ABOUT = """\
-Says before a run whether a model fits the memory of your devices, what they send in a training
-step, and which sharding strategy to take. A strategy says what each device keeps: all of the
-model (NoShard), or a slice of parameters, gradients or optimizer state, which costs traffic.
-Nothing is trained: each step is compiled for so many devices, which this machine pretends to have."""
+Computes before a run the memory and the traffic of each device under every sharding strategy, and
+which strategy to use. Under a strategy each device stores the whole model (NoShard), or a slice of
+parameters, gradients or optimizer state, which costs traffic. Nothing is trained: each step is
+compiled for fake CPU devices."""
 
 _EPILOG = """\
 your model:

@@ -103,7 +103,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=numbers("--ratios 1,2.5"),
         metavar="R,R,...",
         help="how long a step takes on each replica, relative to the others: with 1,2.5 the second is 2.5 times slower "
-        "(default on CPU cores: 1,2.5)",
+        "(default on CPU cores: 1,2.5; with more processes in equal steps from 1 to 2.5)",
     )
     add(
         "--pace",
