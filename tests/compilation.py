@@ -2,8 +2,9 @@
 
 import os
 import threading
+import types
 
-from jax._src import lru_cache
+from jax._src import compiler, distributed, lru_cache
 from jax._src.interpreters import mlir
 
 
@@ -11,6 +12,7 @@ def share():
     """Share contexts and programs; called once a process."""
     share_contexts()
     write_whole()
+    write_of_all()
 
 
 def share_contexts():
@@ -35,3 +37,15 @@ def write_whole():
         os.replace(part, path)
 
     lru_cache.LRUCache.put = put
+
+
+def write_of_all():
+    """JAX writes the programs of process 0 alone, and on CPUs those of other processes have keys of their own."""
+
+    class First:
+        process_id = 0
+
+        def __getattr__(self, name):
+            return getattr(distributed.global_state, name)
+
+    compiler.distributed = types.SimpleNamespace(global_state=First())

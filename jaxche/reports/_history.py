@@ -117,7 +117,8 @@ class History(list[RoundInfo]):
         Returns:
           The text.
         """
-        text = "".join(json.dumps(plain(info.values())) + "\n" for info in self)
+        # Not asdict, which would copy every value and take twice as long as the rest.
+        text = "".join(json.dumps(plain(vars(info))) + "\n" for info in self)
         if path is not None:
             Path(path).write_text(text, encoding="utf8")
         return text

@@ -340,9 +340,9 @@ def environment(folder: Path, options: Options) -> dict[str, str]:
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPYCACHEPREFIX": str(folder.parent / "cache" / "python"),
-        "PYTHONDONTWRITEBYTECODE": "",
     }
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # else each process would compile all packages
+        cache |= {"PYTHONPYCACHEPREFIX": str(folder.parent / "cache" / "python"), "PYTHONDONTWRITEBYTECODE": ""}
     own = {"TMPDIR": str(folder / "tmp"), "JAXCHE_EVENTS": str(folder / "events.jsonl")}
     own["JAXCHE_HEARTBEAT_TIMEOUT"] = f"{options.heartbeat_timeout_s:g}"
     if not options.gpu:

