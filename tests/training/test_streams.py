@@ -285,6 +285,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(devices, tmp_path, same, 
     state, history = run(make_data([]))
     left, _ = run(make_data([]), [lambda state, info: state.round == 3], checkpoints=checkpoints)
     assert left.stream.taken == (12,)
+    caplog.clear()  # of the line about the end
     log = []
     with caplog.at_level(logging.WARNING, logger="jaxche"):
         resumed, record = run(make_data(log), checkpoints=checkpoints)
