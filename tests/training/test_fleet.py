@@ -175,6 +175,7 @@ def trained(settings, folder):
     return losses, one.params(state).tolist(), np.asarray(state.params).sum().item(), one.evaluate(state, data)["loss"]
 
 
+@pytest.mark.slow
 def test_it_trains_on_one_device_what_it_trains_on_many(tmp_path):
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", ON_ONE_DEVICE, str(tmp_path / "one")]
