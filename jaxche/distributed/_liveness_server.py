@@ -79,8 +79,8 @@ class LivenessServer:
     ) -> None:
         """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
 
-        It does not end while ``has_launcher`` returns true. Once that is false, nobody replaces processes, and it ends
-        with the last one. If the run is lost, it ends at once.
+        It does not end while ``has_launcher`` returns true. Once that is false, dead processes are not replaced, and it
+        ends with the last process. If the run is lost, it ends at once.
         """
         end, has_started = time.monotonic() + start_s, False
         while not self.is_run_lost and time.monotonic() < end:

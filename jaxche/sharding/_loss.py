@@ -128,12 +128,17 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
 
 def _batch_not_second(name: str, first: str, by_position: Sequence[inspect.Parameter], known: Sequence[str]) -> str:
     """The error for a function whose batch comes after other arguments."""
-    given = {p.name: p.name if p.name in known else RNG_NAMES[0] for p in by_position[1:] if p.name not in _BATCHES}
-    words = [p.name if p is by_position[0] else given.get(p.name, "batch") for p in by_position]
-    own = [first, *dict.fromkeys(given.values())]
+
+    def given(p: inspect.Parameter) -> str:
+        if p.name in known:
+            return p.name
+        return "batch" if p.name in _BATCHES else "model_state" if "stat" in p.name else RNG_NAMES[0]
+
+    words = [given(p) for p in by_position[1:] if p.default is p.empty]
+    own = [first, *dict.fromkeys(word for word in words if word != "batch")]
     return (
         f"{name} takes ({', '.join(p.name for p in by_position)}), but the batch is the second argument; write lambda "
-        f"{', '.join(own)}: {name}({', '.join([first.partition(',')[0], *words[1:]])})"
+        f"{', '.join(own)}: {name}({', '.join([first.partition(',')[0], *words])})"
     )
 
 

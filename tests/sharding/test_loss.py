@@ -87,6 +87,8 @@ def test_batch_size_is_the_common_leading_axis():
             "lambda params, batch, model_state: loss_fn(params, model_state, batch)",
         ),
         (lambda w, k, data: 0.0, "lambda params, batch, rng: loss_fn(params, rng, batch)"),
+        (lambda w, rng, batch, smooth=0.1: 0.0, "lambda params, batch, rng: loss_fn(params, rng, batch)"),
+        (lambda w, batch_stats, batch: 0.0, "lambda params, batch, model_state: loss_fn(params, model_state, batch)"),
         (
             lambda params, model_state, key, batch: 0.0,
             "lambda params, batch, model_state, key: loss_fn(params, model_state, key, batch)",

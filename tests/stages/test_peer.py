@@ -199,7 +199,7 @@ def test_a_send_that_takes_too_long_is_an_error(pair):
     errors = []
     pair[0].settimeout(0.2)
     outgoing = Outgoing(pair[0], errors.append)
-    outgoing.put(TAG, jnp.ones(1 << 22))  # nobody reads
+    outgoing.put(TAG, jnp.ones(1 << 22))  # without a reader
     outgoing.flush()
     outgoing.close()
     assert [type(error) for error in errors] == [TimeoutError]

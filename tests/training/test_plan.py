@@ -175,6 +175,9 @@ def test_async_merges_steps_that_share_batches_sooner_once_its_anchor_is_lowered
         return next_plan(state, 999, rules(policy)).counts[0]
 
     assert steps(lowered, ApplyPolicy.ASYNC) < 0.8 * steps(before, ApplyPolicy.ASYNC)
+    # Without a limit by the anchor the length is chosen from the cost of a merge, and grows by twice at most.
+    longest = round(2 * lowered.che.round_ms / max(shares.times()))
+    assert steps(lowered, ApplyPolicy.CADENCE) == min(steps(before, ApplyPolicy.CADENCE), longest)
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
