@@ -1,9 +1,9 @@
 """Real processes, on CPU devices: how they are started, and whether they have ended."""
 
 import importlib.util
+import inspect
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +16,7 @@ import pytest
 from jaxche.cluster import _worker_group
 
 HERE = Path(__file__).parent
+_PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 # What processes run is not collected: programs import each other, and a module of `card` would be this process's plugin
 # of CUDA.
 collect_ignore = ["card", "plugins", *(path.name for path in HERE.glob("*.py") if not path.name.startswith("test_"))]
@@ -35,28 +36,33 @@ def _on_cpu():
         yield
 
 
-class Forked:
-    """A program in a fork of the process with all imports, to be waited for and killed as one that was started."""
+class Forked(subprocess.Popen):
+    """A program in a fork of the process with all imports, which starts it and waits for it."""
 
-    def __init__(self, ask, program):
-        self._ask, self._code = ask, None
-        self._pid = int(ask({"program": [str(word) for word in program], "environ": dict(os.environ)}, [1, 2]))
+    def __init__(self, ask, program, **options):
+        self._ask = ask
+        super().__init__([str(word) for word in program], **options)
 
-    def poll(self):
-        if self._code is None and (answer := self._ask({"ended": self._pid})) != b"no":
-            self._code = int(answer)
-        return self._code
+    def _execute_child(self, args, *rest):
+        given = _PARAMETERS.bind(self, args, *rest).arguments
+        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        call = {"program": args, "environ": given["env"] or dict(os.environ), "folder": given["cwd"] or os.getcwd()}
+        outputs = [number if file == -1 else file for number, file in ((1, pipes[3]), (2, pipes[5]))]
+        self.pid = int(self._ask(call, outputs))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
 
-    def wait(self, timeout_s=60.0):
-        deadline = time.monotonic() + timeout_s
-        while self.poll() is None:
-            assert time.monotonic() < deadline, f"process {self._pid} runs for more than {timeout_s} s"
+    def _try_wait(self, flags):
+        while (status := self._ask({"ended": self.pid})) == b"no" and not flags & os.WNOHANG:
             time.sleep(0.02)
-        return self._code
+        return (0, 0) if status == b"no" else (self.pid, int(status))
 
-    def kill(self):
-        if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
+    def _internal_poll(self, _deadstate=None):
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)
+        return self.returncode
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +85,23 @@ def _asked():
 
 @pytest.fixture(scope="session")
 def fork(_asked):
-    """Runs a program of this folder with these arguments beside the test."""
-    return lambda *program: Forked(_asked, program)
+    """Starts a program beside the test: a file, ``-m jaxche`` or ``-c``, with its arguments."""
+    return lambda *program, **options: Forked(_asked, program, **options)
+
+
+@pytest.fixture(scope="session")
+def forked_jaxche(fork):
+    """Runs ``jaxche`` with these words in a fork, and its ranks in forks of that."""
+
+    def run(*words, **options):
+        with fork("-m", "jaxche", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as run:
+            try:
+                out, err = run.communicate(timeout=150)
+            finally:
+                run.kill()
+        return subprocess.CompletedProcess(words, run.returncode, out, err)
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +121,7 @@ def _forks(_asked):
 def forked(request, _forks):
     """The ranks that this module launches are forks: they import nothing that takes long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request.module, "launch", _forks)
+        patch.setattr(request.module, "launch", _forks, raising=False)
         yield
 
 
@@ -151,16 +172,20 @@ def json_lines():
 
 
 @pytest.fixture
-def launcher():
-    """Starts two ranks under a launcher that is a process of its own."""
+def launcher(request):
+    """Starts two ranks under a launcher that is a process of its own; forks in a module whose ranks are."""
     started = []
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
     def start(ranks, *arguments):
         call = f"launch({ranks!r}, 2, {', '.join(arguments)})"
         # In the background of a shell that is no terminal Ctrl-C is ignored, and what ignores it passes that on.
         heard = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-        command = [sys.executable, "-c", f"{heard}; from jaxche.cluster import launch; sys.exit({call})"]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = ["-c", f"{heard}; from jaxche.cluster import launch; sys.exit({call})"]
+        if "forked" in request.fixturenames:
+            started.append(request.getfixturevalue("fork")(*command, **options))
+        else:
+            started.append(subprocess.Popen([sys.executable, *command], **options))
         return started[-1]
 
     yield start

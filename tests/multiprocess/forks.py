@@ -2,7 +2,7 @@
 
 Each message on the socket that it is given is a call of ``launch``, with the files for its output; the answer is the
 exit code. Or it is a program to run beside the tests, whose answer is the number of the process, or the question for
-its exit code. It uses no device itself: a process with the threads of JAX's runtime cannot fork.
+how it ended. It uses no device itself: a process with the threads of JAX's runtime cannot fork.
 """
 
 import atexit
@@ -25,12 +25,13 @@ from jaxche.cluster import _worker_group, launch
 from jaxche.distributed import _coordinator
 
 HERE = Path(__file__).parent
+COMMAND = ["-m", "jaxche"]
 Popen = subprocess.Popen
 PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 
 
 class Fork(subprocess.Popen):
-    """A program of this folder or a coordinator, in a fork of this process; anything else is started as ever."""
+    """A file, ``jaxche`` or a coordinator, in a fork of this process; anything else is started as ever."""
 
     def _execute_child(self, args, *rest):
         given = PARAMETERS.bind(self, args, *rest).arguments
@@ -47,24 +48,27 @@ class Fork(subprocess.Popen):
 
 
 def forked_words(args, env):
-    """The file to run and its arguments; none for other programs, and where Python or JAX read other values first."""
+    """The program and its arguments; none for other programs, and where Python or JAX read other values first."""
     if args[0] != sys.executable or early(env or {}) != early(os.environ):
         return None
     if args[1:4] == ["-P", "-m", _coordinator.__name__]:  # its PYTHONPATH has the folders of this process
         return [_coordinator.__file__, *args[4:]]
     path = [(variables.get("PYTHONPATH") or "").split(os.pathsep) for variables in (env or {}, os.environ)]
-    ours = Path(args[1]).parent == HERE and path[0] in (path[1], [*path[1], str(HERE / "plugins")])
-    return args[1:] if ours else None
+    same = path[0] in (path[1], [*path[1], str(HERE / "plugins")])
+    return args[1:] if same and (args[1:3] == COMMAND or args[1].endswith(".py")) else None
 
 
-def use_stand_ins():
-    """What Python and JAX do first where the folder of the plugins is on the path."""
+def customize():
+    """What Python and JAX do first where a folder on the path asks for it."""
     import jax
 
-    sys.path.append(str(HERE / "plugins"))
-    runpy.run_path(str(HERE / "plugins" / "sitecustomize.py"))
-    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-    importlib.import_module("jax_plugins.standin").initialize()
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if (file := Path(folder, "sitecustomize.py")).exists():
+            sys.path.append(folder)
+            runpy.run_path(str(file))
+    if "STANDIN_RANKS" in os.environ:
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+        importlib.import_module("jax_plugins.standin").initialize()
 
 
 def early(variables):
@@ -74,7 +78,9 @@ def early(variables):
 
 def become(words, env, *files):
     """Run a program in this process, which was just forked, and end with it."""
-    code, subprocess.Popen = 1, Popen  # a process with the threads of JAX's runtime cannot fork
+    launches = words[0] in ("-m", "-c") and "JAXCHE_PROCESS_ID" not in env
+    # A process with the threads of JAX's runtime cannot fork.
+    code, subprocess.Popen = 1, Fork if launches else Popen
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -83,19 +89,24 @@ def become(words, env, *files):
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        # Another thread may have been writing to the old ones.
+        # Another thread may have been writing to the old ones, which close no file when they go.
         sys.stdout, sys.stderr = (
-            open(number, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+            open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
             for number in (1, 2)
         )
         os.environ.clear()
         os.environ.update(env)
         if "PYTHONWARNINGS" in env:
             warnings.simplefilter(env["PYTHONWARNINGS"])
-        if "STANDIN_RANKS" in env:
-            use_stand_ins()
-        sys.argv, sys.path[0] = words, os.path.dirname(words[0])
-        runpy.run_path(words[0], run_name="__main__")
+        customize()
+        if words[0] == "-m":
+            sys.argv, sys.path[0] = words[1:], os.getcwd()
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            exec(words[1], {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -150,10 +161,13 @@ def main(number):
             call = json.loads(text)
             if "ended" in call:
                 pid, status = os.waitpid(call["ended"], os.WNOHANG)
-                calls.send(str(os.waitstatus_to_exitcode(status)).encode() if pid else b"no")
+                calls.send(str(status).encode() if pid else b"no")
                 continue
+            if "train" in call.get("program", ()):
+                importlib.import_module("jaxche.cli._tasks")  # only for those who need it: flax takes long
             pid = os.fork()
             if not pid and "program" in call:
+                os.chdir(call["folder"])
                 become(call["program"], call["environ"], os.open(os.devnull, os.O_RDONLY), *files)
             elif not pid:
                 answer(calls, call, files)

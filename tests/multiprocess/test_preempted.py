@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 # Where a test sends its signal every rank says "now"; in the last save they send it themselves.
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax, jaxche

@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text(encoding="utf8")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def blocks_of(*headings):

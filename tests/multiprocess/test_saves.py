@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 # Rank 1 dies after round 1, and its replacement in a save; then rank 0 trains three more rounds.
 IN_A_BARRIER = """
 import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint as ocp, jaxche

@@ -21,23 +21,23 @@ WORDS = ("--task", "digits", "--epochs", "1", "--batch-size", "28", "--scaling",
 PACE = "60,120"
 
 
-def run(folder, *words, path=()):
-    return subprocess.run(
-        [sys.executable, "-m", "jaxche", "train", *words],
-        cwd=folder,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+@pytest.fixture
+def run(forked_jaxche):
+    """Runs ``jaxche train`` in a folder, in forks; those on the path may change it."""
+
+    def run(folder, *words, path=()):
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))}
+        return forked_jaxche("train", *words, cwd=folder, env=env)
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """One epoch on digits with a scaled learning rate; its last batch is smaller than the others."""
     folder = tmp_path_factory.mktemp("train")
-    return folder, run(folder, *WORDS, "--name", "mine")
+    command = [sys.executable, "-m", "jaxche", "train", *WORDS, "--name", "mine"]
+    return folder, subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_it_says_what_happened(trained):
@@ -85,7 +85,7 @@ def test_scaled_learning_rates_end_with_advice_on_the_batch(trained):
     assert history.advice().summary in done.stdout
 
 
-def test_a_start_after_the_last_round_writes_the_same_numbers(trained):
+def test_a_start_after_the_last_round_writes_the_same_numbers(run, trained):
     folder, _ = trained
     shutil.copytree(folder / "runs/mine", folder / "runs/again")
     (folder / "runs/again/result.json").unlink()
@@ -99,7 +99,7 @@ def test_a_start_after_the_last_round_writes_the_same_numbers(trained):
         assert again[number] == first[number]
 
 
-def test_a_run_is_replayed_bit_for_bit(trained):
+def test_a_run_is_replayed_bit_for_bit(run, trained):
     folder, _ = trained
     done = run(folder, "--replay", "runs/mine")
     assert done.returncode == 0, done.stderr
@@ -136,7 +136,7 @@ def dies_once(folder, when):
 
 
 @pytest.mark.slow
-def test_a_comparison_whose_process_is_killed_starts_again_where_it_was(tmp_path):
+def test_a_comparison_whose_process_is_killed_starts_again_where_it_was(run, tmp_path):
     dies_once(tmp_path, "self._trainer.policy == 'cadence' and info.round == 2")
     words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", PACE, "--name", "all")
     done = run(tmp_path, *words, "--compare", "sync,async,cadence", "--max-restarts", "2", path=[tmp_path])
@@ -177,7 +177,7 @@ np.savez({str(folder / "restored.npz")!r}, kernel=params["Conv_0"]["kernel"], bi
     assert restored["bias"].any()
 
 
-def test_a_pace_nobody_can_keep_is_one_line(tmp_path):
+def test_a_pace_nobody_can_keep_is_one_line(run, tmp_path):
     done = run(tmp_path, "--task", "digits", "--pace", "0.01,50")
     assert done.returncode == 2
     assert "rank 0 is to take 0.01 ms a step" in done.stderr
@@ -187,7 +187,7 @@ def test_a_pace_nobody_can_keep_is_one_line(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_worker_that_dies_fails_the_run(tmp_path):
+def test_a_worker_that_dies_fails_the_run(run, tmp_path):
     # Only rank 1 fails.
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -201,7 +201,7 @@ def test_a_worker_that_dies_fails_the_run(tmp_path):
     assert "jaxche train: error: the disk is full" in done.stderr
 
 
-def test_bad_input_that_one_process_finds_is_not_restarted(tmp_path):
+def test_bad_input_that_one_process_finds_is_not_restarted(run, tmp_path):
     # The process that finds it exits after the other one, whose error is a RankError.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
@@ -219,7 +219,7 @@ def test_bad_input_that_one_process_finds_is_not_restarted(tmp_path):
     assert "restart 1" not in done.stderr
 
 
-def test_one_process_is_a_plain_loop_and_a_dry_run_writes_nothing(tmp_path):
+def test_one_process_is_a_plain_loop_and_a_dry_run_writes_nothing(run, tmp_path):
     done = run(tmp_path, "-n", "1", "--task", "digits", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "a plain training loop" in done.stdout
