@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are r
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, fork):
     """Starts a process of an elastic run, as a scheduler may; all are ended after the test."""
     started = []
 
@@ -31,10 +31,14 @@ def start(tmp_path):
         variables = {"JAX_PLATFORMS": "cpu", "JAXCHE_COORDINATOR": address, "JAXCHE_NUM_PROCESSES": str(processes)}
         variables |= {"JAXCHE_PROCESS_ID": str(rank), "JAXCHE_ELASTIC": "1"}
         log = (tmp_path / f"log-{len(started)}").open("w+")
-        command = [*prefix, sys.executable, str(PROGRAM), what, "3", str(folder)]
-        child = subprocess.Popen(
-            command, env=os.environ | variables | env, stdout=log, stderr=log, start_new_session=True
+        program, options = (
+            (PROGRAM, what, "3", folder),
+            {"env": os.environ | variables | env, "stdout": log, "stderr": log},
         )
+        if prefix:
+            child = subprocess.Popen([*prefix, sys.executable, *program], **options, start_new_session=True)
+        else:
+            child = fork(*program, **options)
         started.append((child, log))
         return child
 
@@ -82,8 +86,8 @@ def test_process_0_starts_the_coordinator_where_nobody_else_did_and_may_die(tmp_
     assert until(lambda: not coordinators(address), within_s=15)
 
 
-def test_a_second_run_at_the_same_address_is_refused_and_the_first_goes_on(tmp_path, script, until):
-    command = script("""
+def test_a_second_run_at_the_same_address_is_refused_and_the_first_goes_on(tmp_path, script, fork, until):
+    _, *program = script("""
         from pathlib import Path
         import jaxche
         from jaxche.distributed import process_group
@@ -99,8 +103,7 @@ def test_a_second_run_at_the_same_address_is_refused_and_the_first_goes_on(tmp_p
 
     def start(rank):
         own = {"JAXCHE_PROCESS_ID": str(rank), "JAXCHE_ELASTIC": "1", "JAXCHE_RESTART": "0"}
-        words = [*command, str(tmp_path)]
-        return subprocess.Popen(words, env=env | own, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return fork(*program, tmp_path, env=env | own, stderr=subprocess.PIPE, text=True)
 
     with contextlib.ExitStack() as stack:
 

@@ -1,7 +1,5 @@
 """A process that ends while others wait for it: they end too, with the line to write."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +18,9 @@ PROGRAM = Path(__file__).with_name("ends.py")
         ("one evaluates in a callback", 1, ["process 1 is in the merge of a round", "also in callbacks"]),
     ],
 )
-def test_processes_do_not_wait_for_one_that_has_ended(what, code, lines):
-    command = [sys.executable, "-m", "jaxche", "launch", "-n", "2", str(PROGRAM), what]
-    # JAX itself ends the wait for a process at exit after 300 s.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_processes_do_not_wait_for_one_that_has_ended(forked_jaxche, what, code, lines):
+    # JAX itself ends the wait for a process at exit after 300 s, and this one ends after 150.
+    done = forked_jaxche("launch", "-n", "2", PROGRAM, what)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert all(line in output for line in lines), output

@@ -11,7 +11,10 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("strangers.py")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="who listens is read from /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="who listens is read from /proc"),
+    pytest.mark.usefixtures("forked"),
+]
 
 
 @pytest.fixture
@@ -31,8 +34,8 @@ def run(tmp_path, until):
         errors, over = [], threading.Event()
         thread = threading.Thread(target=visiting)
         thread.start()
-        env = {"PYTHONWARNINGS": "error", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        code = launch([sys.executable, str(PROGRAM), str(tmp_path)], 2, env=env, elastic=True)
+        command, env = [sys.executable, str(PROGRAM), str(tmp_path)], {"PYTHONWARNINGS": "error"}
+        code = launch(command, 2, env=env, elastic=True)
         over.set()
         thread.join()
         if errors:
