@@ -31,10 +31,8 @@ def start(tmp_path, fork):
         variables = {"JAX_PLATFORMS": "cpu", "JAXCHE_COORDINATOR": address, "JAXCHE_NUM_PROCESSES": str(processes)}
         variables |= {"JAXCHE_PROCESS_ID": str(rank), "JAXCHE_ELASTIC": "1"}
         log = (tmp_path / f"log-{len(started)}").open("w+")
-        program, options = (
-            (PROGRAM, what, "3", folder),
-            {"env": os.environ | variables | env, "stdout": log, "stderr": log},
-        )
+        program = (PROGRAM, what, "3", folder)
+        options = {"env": os.environ | variables | env, "stdout": log, "stderr": log}
         if prefix:
             child = subprocess.Popen([*prefix, sys.executable, *program], **options, start_new_session=True)
         else:
