@@ -1,5 +1,6 @@
 """Training over real processes: the same numbers as one process, the same errors everywhere."""
 
+import functools
 import json
 import sys
 import time
@@ -28,27 +29,51 @@ def program(load):
     return load("program")
 
 
+@pytest.fixture(scope="module")
+def here(program, devices):
+    """What one process computes."""
+    problem, two = program.Problem(), devices[:2]
+    results = {name: program.train(problem, replicas=two, **given) for name, given in program.CONFIGURATIONS.items()}
+    return json.loads(json.dumps(results)), program.published(two)
+
+
 @pytest.mark.parametrize("accelerated", [(), (0,)], ids=["all on the CPU", "one on an accelerator"])
-def test_two_processes_compute_what_one_process_with_two_devices_does(
-    program, tmp_path, devices, stand_ins, accelerated
-):
+def test_two_processes_compute_what_one_process_with_two_devices_does(program, tmp_path, here, stand_ins, accelerated):
     code, (zero, one) = run("results", tmp_path, env=stand_ins(*accelerated))
     assert code == 0
     assert zero == one  # every host saw the same rounds and holds the same parameters, bit for bit
     assert zero["private"] == [rank in accelerated for rank in range(2)]
-    problem = program.Problem()
-    for name, arguments in program.CONFIGURATIONS.items():
-        here = json.loads(json.dumps(program.train(problem, replicas=devices[:2], **arguments)))
-        flat = [np.concatenate([np.ravel(x) for x in _leaves(r["trees"])]) for r in (zero[name], here)]
+    trained, published = here
+    for name in program.CONFIGURATIONS:
+        flat = [np.concatenate([np.ravel(x) for x in _leaves(r["trees"])]) for r in (zero[name], trained[name])]
         np.testing.assert_allclose(*flat, rtol=1e-5, atol=1e-6, err_msg=name)
-        told = [np.array(list(_leaves(r["told"])), np.float64) for r in (zero[name], here)]
+        told = [np.array(list(_leaves(r["told"])), np.float64) for r in (zero[name], trained[name])]
         np.testing.assert_allclose(*told, rtol=1e-4, atol=1e-6, err_msg=name)
     wires, _ = zero["wires"]  # both processes measure, and take codes after the same round
     assert wires == sorted(wires)
     assert set(wires) == {"float32", "int4"}
     wanted = {name: gain for name, (_, gain) in program.PUBLISHED.items()}
     assert zero["published"] == pytest.approx(wanted, rel=1e-6)
-    assert program.published(devices[:2]) == pytest.approx(wanted, rel=1e-6)
+    assert published == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def devices_alone(program, devices):
+    """Trains so many devices of one process: the parameters, and what was told of the rounds."""
+
+    @functools.cache
+    def train(world):
+        problem = program.Problem()
+        trainer = jaxche.Trainer(program.Sums.loss, optax.adam(0.05), replicas=devices[:world])
+        state = trainer.init(problem.params)
+        told = []
+        for counts in program.COUNTS:
+            state, info = trainer.round(state, problem.data, counts=counts if world > 1 else (sum(counts),))
+            told.append([info.counts, info.loss, info.drift, info.losses])
+        state, _ = trainer.round(state, problem.data, counts=(1,) * world)
+        return jax.device_get(trainer.params(state)), json.loads(json.dumps(told))
+
+    return train
 
 
 @pytest.mark.parametrize(
@@ -64,25 +89,18 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(
     ],
 )
 def test_islands_of_one_and_of_several_processes_train_as_devices_do(
-    program, tmp_path, devices, stand_ins, what, accelerated
+    program, tmp_path, devices_alone, stand_ins, what, accelerated
 ):
     sizes, groups = program.ISLANDS[what]
     env = stand_ins(*accelerated, devices=max(sizes))
     code, results = run(what, tmp_path, processes=len(sizes), env=env)
     assert code == 0
-    problem, world = program.Problem(), len(groups)
-    trainer = jaxche.Trainer(program.Sums.loss, optax.adam(0.05), replicas=devices[:world])
-    state = trainer.init(problem.params)
-    told = []
-    for counts in program.COUNTS:
-        state, info = trainer.round(state, problem.data, counts=counts if world > 1 else (sum(counts),))
-        told.append([info.counts, info.loss, info.drift, info.losses])
-    state, _ = trainer.round(state, problem.data, counts=(1,) * world)
-    here = jax.device_get(trainer.params(state))
+    world = len(groups)
+    here, told = devices_alone(world)
     for process, result in enumerate(results):
         for name, leaf in here.items():
             np.testing.assert_allclose(result["trees"][name], leaf, rtol=1e-5, atol=1e-6)
-        shown = [np.array(list(_leaves(t)), np.float64) for t in (result["told"], json.loads(json.dumps(told)))]
+        shown = [np.array(list(_leaves(t)), np.float64) for t in (result["told"], told)]
         np.testing.assert_allclose(*shown, rtol=1e-4, atol=1e-4)
         assert result["rates"] == world
         assert result["torn"][0] == ("OSError" if process == 1 else "RankError")
