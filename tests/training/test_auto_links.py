@@ -41,7 +41,7 @@ def large():
     return Wide()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer(large, devices):
     def make(ms=(20, 20, 40, 80), link=SLOW, **options):
         replicas, fleet = devices[: len(ms)], jaxche.VirtualFleet(ms, **link)
@@ -52,6 +52,13 @@ def trainer(large, devices):
 
 def fit(one, problem, epochs=3, **options):
     return one.fit(one.init(problem.params), problem.data, epochs=epochs, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def coded(trainer, large):
+    """A trainer with codes on a fast link, and its run."""
+    one = trainer(wire="int4", link=FAST)
+    return one, *fit(one, large)
 
 
 def alternate(monkeypatch):
@@ -97,29 +104,28 @@ def test_what_rounding_leaves_outlasts_exact_sync(trainer, large, monkeypatch, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"wire": "int4", "link": FAST}, {"wire": "int4", "overlap": 0.5, "link": FAST}, {"wire": "auto"}],
+    ("options", "epochs"),
+    [({"wire": "int4", "link": FAST}, 2), ({"wire": "int4", "overlap": 0.5, "link": FAST}, 2), ({"wire": "auto"}, 4)],
     ids=["wire", "wire and overlap", "wire auto"],
 )
-def test_a_run_repeats_resumes_and_replays(trainer, large, same, tmp_path, told, options):
+def test_a_run_repeats_resumes_and_replays(trainer, large, same, tmp_path, told, options, epochs):
     one = trainer(**options)
     # A checkpoint waits for the merge in flight, so both runs save after each epoch.
     saves = {"checkpoint_every": jaxche.Every(epochs=1)}
-    state, history = fit(one, large, epochs=4, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
+    state, history = fit(one, large, epochs, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
     assert {info.policy for info in history} == {"sync", "cadence"}
     assert "int4" in {info.wire for info in history}
-    fit(trainer(**options), large, epochs=2, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    fit(one, large, epochs // 2, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     other = trainer(**options)
-    resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    resumed, whole = fit(other, large, epochs, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
     replayed, _ = one.replay(one.init(large.params), large.data, history)
     same(one.params(state), one.params(replayed))
 
 
-def test_a_replay_with_another_wire_is_refused(trainer, large):
-    one = trainer(wire="int4")
-    _, history = fit(one, large)
+def test_a_replay_with_another_wire_is_refused(trainer, large, coded):
+    _, _, history = coded
     other = trainer(wire="int8")
     with pytest.raises(ValueError, match=r"recorded with wire='int4' .*and this trainer has wire='int8'"):
         other.replay(other.init(large.params), large.data, history)
@@ -127,25 +133,25 @@ def test_a_replay_with_another_wire_is_refused(trainer, large):
 
 def test_a_wire_says_that_the_link_is_slow(trainer, large):
     for options in ({"wire": "int8"}, {"overlap": 0.5}):
-        _, info = trainer(**options).round(trainer(**options).init(large.params), large.data)
+        one = trainer(**options)
+        _, info = one.round(one.init(large.params), large.data)
         assert info.policy == "cadence"
     for options in ({}, {"wire": "auto"}):
-        _, info = trainer(**options).round(trainer(**options).init(large.params), large.data)
+        one = trainer(**options)
+        _, info = one.round(one.init(large.params), large.data)
         assert info.policy == "sync"
 
 
-def test_the_time_of_a_merge_follows_from_its_bytes(trainer, large):
-    one = trainer(wire="int4", link=FAST)
-    _, history = fit(one, large)
+def test_the_time_of_a_merge_follows_from_its_bytes(coded):
+    _, _, history = coded
     for info in history:
         assert info.sync_ms == pytest.approx(0.1 + 8e-3 * info.merge_bytes / 1000.0)
     sync, local = ({info.merge_bytes for info in history if info.policy == policy} for policy in ("sync", "cadence"))
     assert max(local) < 0.8 * min(sync)
 
 
-def test_both_kinds_of_merges_are_measured(trainer, large):
-    one = trainer(wire="int4", link=FAST)
-    state, history = fit(one, large)
+def test_both_kinds_of_merges_are_measured(coded):
+    one, state, history = coded
     sync_ms, local_ms = (
         next(info.sync_ms for info in history if info.policy == policy) for policy in ("sync", "cadence")
     )
