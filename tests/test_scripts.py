@@ -280,29 +280,6 @@ def test_the_arithmetic_of_wires_is_timed():
 
 
 @pytest.mark.slow
-def test_pipelines_are_compared_with_the_time_of_their_schedule():
-    output = run("bench_partitions.py", "--only", "pipelines", "--turns", "1", "--pace", "1,1")
-    row = r"^(devices|processes) +(\d) +(\d+) +(1f1b|gpipe) +\d+ ms +[\d.]+ ms +[\d.]+  ([\d ]+) \(as expected\)$"
-    rows = re.findall(row, output, re.M)
-    assert len(rows) == 20, output
-    assert ("devices", "3", "8", "1f1b", "3 2 1") in rows
-    assert ("processes", "2", "16", "gpipe", "16 16") in rows
-
-
-@pytest.mark.slow
-def test_wires_of_stages_are_compared_with_what_is_under_them():
-    output = run("bench_partitions.py", "--only", "wires", "--turns", "1", "--mib", "0.01")
-    rows = re.findall(r"^(\w+, [\w ]+?) +[\d.]+ +\d+   (.+?) +\d+ +\d+\.\d+  [\d.]+ to [\d.]+$", output, re.M)
-    assert rows == [
-        ("Direct, devices", "device_put"),
-        ("DataStore, 1 process", "obstore, no waits"),
-        ("Direct, processes", "ppermute (gloo)"),
-        ("Direct, processes", "jax transfer"),
-        ("DataStore, processes", "obstore"),
-    ]
-
-
-@pytest.mark.slow
 def test_rules_of_learning_rates_are_compared_in_one_table(tmp_path):
     words = ["--seeds", "1", "--epochs", "1", "--optimizer", "SGD", "--picture", tmp_path / "scaling.png"]
     output = run("bench_scaling.py", *words, XLA_FLAGS="")  # plain code of convolutions takes minutes

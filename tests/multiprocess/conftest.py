@@ -90,16 +90,16 @@ def fork(_asked):
 
 
 @pytest.fixture(scope="session")
-def forked_jaxche(fork):
-    """Runs ``jaxche`` with these words in a fork, and its ranks in forks of that."""
+def run_forked(fork):
+    """Runs a program in a fork to its end, and its ranks in forks of that."""
 
-    def run(*words, **options):
-        with fork("-m", "jaxche", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as run:
+    def run(*program, **options):
+        with fork(*program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as run:
             try:
                 out, err = run.communicate(timeout=150)
             finally:
                 run.kill()
-        return subprocess.CompletedProcess(words, run.returncode, out, err)
+        return subprocess.CompletedProcess(program, run.returncode, out, err)
 
     return run
 

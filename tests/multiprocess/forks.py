@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from pathlib import Path
 
 from jaxche.cluster import _worker_group, launch
@@ -53,9 +54,8 @@ def forked_words(args, env):
         return None
     if args[1:4] == ["-P", "-m", _coordinator.__name__]:  # its PYTHONPATH has the folders of this process
         return [_coordinator.__file__, *args[4:]]
-    path = [(variables.get("PYTHONPATH") or "").split(os.pathsep) for variables in (env or {}, os.environ)]
-    same = path[0] in (path[1], [*path[1], str(HERE / "plugins")])
-    return args[1:] if same and (args[1:3] == COMMAND or args[1].endswith(".py")) else None
+    known = {*sys.path, str(HERE / "plugins")}.issuperset((env or {}).get("PYTHONPATH", "").split(os.pathsep))
+    return args[1:] if known and (args[1:3] == COMMAND or args[1].endswith(".py")) else None
 
 
 def customize():
@@ -78,9 +78,9 @@ def early(variables):
 
 def become(words, env, *files):
     """Run a program in this process, which was just forked, and end with it."""
-    launches = words[0] in ("-m", "-c") and "JAXCHE_PROCESS_ID" not in env
-    # A process with the threads of JAX's runtime cannot fork.
-    code, subprocess.Popen = 1, Fork if launches else Popen
+    # A rank has the threads of JAX's runtime, and with them a process cannot fork.
+    code, subprocess.Popen = 1, Popen if "JAXCHE_PROCESS_ID" in env else Fork
+    weakref.finalize._registry.clear()  # which deletes the temporary folders of the process that forked
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGHUP):

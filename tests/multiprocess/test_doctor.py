@@ -48,7 +48,7 @@ def test_what_is_wrong_on_another_process_is_told_by_the_first(tmp_path):
     assert "[0] 1 problem(s). Next: JAX_COMPILATION_CACHE_DIR=" in done.stdout
 
 
-def test_it_waits_no_longer_than_it_is_told(forked_jaxche, tmp_path):
+def test_it_waits_no_longer_than_it_is_told(run_forked, tmp_path):
     # Joined with time to spare, devices started, which each does only with the others; then one stays away.
     program = tmp_path / "late.py"
     program.write_text(
@@ -60,6 +60,6 @@ def test_it_waits_no_longer_than_it_is_told(forked_jaxche, tmp_path):
         "from jaxche.cli import main\n"
         "sys.exit(main(['doctor', '--timeout', '2']))\n"
     )
-    done = forked_jaxche("launch", "-n", "2", program)
+    done = run_forked("-m", "jaxche", "launch", "-n", "2", program)
     assert done.returncode == 1, done.stderr
     assert "process 1 joined, but sent nothing for 'doctor' within 2 s" in done.stderr

@@ -18,9 +18,9 @@ PROGRAM = Path(__file__).with_name("ends.py")
         ("one evaluates in a callback", 1, ["process 1 is in the merge of a round", "also in callbacks"]),
     ],
 )
-def test_processes_do_not_wait_for_one_that_has_ended(forked_jaxche, what, code, lines):
+def test_processes_do_not_wait_for_one_that_has_ended(run_forked, what, code, lines):
     # JAX itself ends the wait for a process at exit after 300 s, and this one ends after 150.
-    done = forked_jaxche("launch", "-n", "2", PROGRAM, what)
+    done = run_forked("-m", "jaxche", "launch", "-n", "2", PROGRAM, what)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert all(line in output for line in lines), output

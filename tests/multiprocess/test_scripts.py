@@ -1,4 +1,4 @@
-"""The scripts that show what a run withstands, in short."""
+"""The scripts that start processes, in short: what a run withstands, and how long it takes."""
 
 import contextlib
 import json
@@ -107,3 +107,33 @@ def test_peers_are_compared_in_one_table(tmp_path):
         assert re.search(rf"^{name} +0\.002 .*\d$", done.stdout, re.M), done.stdout
     # All begin with the same parameters.
     assert len({row["runs"][0]["curve"][0][2] for row in fleet.values()}) == 1
+
+
+def partitions(run_forked, *words):
+    done = run_forked(ROOT / "scripts/bench_partitions.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " of each in " not in done.stderr  # which is for those who train a model, not for those who compare runs
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_pipelines_are_compared_with_the_time_of_their_schedule(run_forked):
+    output = partitions(run_forked, "--only", "pipelines", "--turns", "1", "--pace", "1,1")
+    row = r"^(devices|processes) +(\d) +(\d+) +(1f1b|gpipe) +\d+ ms +[\d.]+ ms +[\d.]+  ([\d ]+) \(as expected\)$"
+    rows = re.findall(row, output, re.M)
+    assert len(rows) == 20, output
+    assert ("devices", "3", "8", "1f1b", "3 2 1") in rows
+    assert ("processes", "2", "16", "gpipe", "16 16") in rows
+
+
+@pytest.mark.slow
+def test_wires_of_stages_are_compared_with_what_is_under_them(run_forked):
+    output = partitions(run_forked, "--only", "wires", "--turns", "1", "--mib", "0.01")
+    rows = re.findall(r"^(\w+, [\w ]+?) +[\d.]+ +\d+   (.+?) +\d+ +\d+\.\d+  [\d.]+ to [\d.]+$", output, re.M)
+    assert rows == [
+        ("Direct, devices", "device_put"),
+        ("DataStore, 1 process", "obstore, no waits"),
+        ("Direct, processes", "ppermute (gloo)"),
+        ("Direct, processes", "jax transfer"),
+        ("DataStore, processes", "obstore"),
+    ]

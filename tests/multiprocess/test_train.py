@@ -22,12 +22,12 @@ PACE = "60,120"
 
 
 @pytest.fixture
-def run(forked_jaxche):
+def run(run_forked):
     """Runs ``jaxche train`` in a folder, in forks; those on the path may change it."""
 
     def run(folder, *words, path=()):
         env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))}
-        return forked_jaxche("train", *words, cwd=folder, env=env)
+        return run_forked("-m", "jaxche", "train", *words, cwd=folder, env=env)
 
     return run
 
