@@ -52,9 +52,10 @@ def commands():
 # Each page in one namespace. Pages for the same number of devices share a process. Starting it and compiling, which is
 # done for each device, take the time.
 RUNNER = """
-import json, sys, traceback, warnings
+import json, runpy, sys, traceback, warnings
 import jax, matplotlib
 
+runpy.run_path(sys.argv[2])["share"]()
 matplotlib.use("agg")
 devices, pages = json.loads(sys.argv[1])
 jax.config.update("jax_num_cpu_devices", devices)
@@ -82,7 +83,7 @@ def failed(tmp_path_factory):
         folder = tmp_path_factory.mktemp("pages")
         pages = json.dumps([devices, {page: RUN[page] for page in RUN if DEVICES[page] == devices}])
         with (folder / "output").open("w") as output:
-            command = [sys.executable, "-c", RUNNER, pages]
+            command = [sys.executable, "-c", RUNNER, pages, str(ROOT / "tests/compilation.py")]
             running[folder] = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output)
     codes = {folder: process.wait() for folder, process in running.items()}
     found = {}
