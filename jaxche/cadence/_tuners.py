@@ -28,8 +28,9 @@ _HALF = 0.45
 # The same where N = 1 / Σ w² replicas share batches in each step, relative to τ / √N, and the progress of such steps in
 # short rounds, relative to as many steps of one device.
 _SHARED, _SHARED_WORTH = 0.65, 0.93
-# Limits of that time, in batches of the fastest rank.
-_SHORTEST, _LONGEST = 5.0, 2000.0
+# Limits of τ, in batches of the fastest rank. At the start of a run at a high learning rate parameters move as far as
+# they are long in a few steps, but local steps lose less than that says.
+_SHORTEST, _LONGEST = 25.0, 2000.0
 # The round length is kept while it is this close to the best one, because other lengths need compilation.
 _KEEP = 1.25
 # Most growth of a round in one report.

@@ -47,7 +47,7 @@ def test_a_cheap_merge_is_for_exact_sync_and_a_dear_one_for_local_steps(ms):
 def test_small_updates_where_small_steps_are_short():
     updates = chosen((20, 20, 40, 80), 0.2)
     assert (updates.policy, updates.joined) == (ApplyPolicy.SYNC, 1)
-    updates = chosen((20, 20, 40, 80), 4.0, travel_ms=100.0)  # replicas move too fast for local steps
+    updates = chosen((20, 20, 40, 80), 2.5, travel_ms=100.0, fixed=1.0)  # replicas move too fast for local steps
     assert (updates.policy, updates.joined) == (ApplyPolicy.SYNC, 2)
     # Most of a step does not depend on its rows.
     assert chosen((20, 20, 40, 80), 0.2, fixed=15.0).joined == 3
@@ -202,8 +202,8 @@ def test_long_merges_are_tried_in_fewer_rounds():
 
 @pytest.mark.parametrize(("given_up", "patience"), [(0, 32), (1, 32), (2, 64), (4, 256), (9, 512)])
 def test_local_steps_are_tried_again_after_longer_and_longer_times(given_up, patience):
-    now = Choice(ApplyPolicy.SYNC, 8, since=10, given_up=given_up)
-    arguments = {"ms": (20,) * 8, "sync_ms": 30.0, "travel_ms": 10.0}
+    now = Choice(ApplyPolicy.SYNC, 16, since=10, given_up=given_up)
+    arguments = {"ms": (20,) * 16, "sync_ms": 12.0, "travel_ms": 10.0, "fixed": 6.0}
     assert chosen(**arguments, now=now, round=11).policy is ApplyPolicy.SYNC
     assert chosen(**arguments, now=now, round=10 + patience - 16).policy is ApplyPolicy.SYNC
     again = chosen(**arguments, now=now, round=10 + patience)

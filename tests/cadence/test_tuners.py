@@ -56,6 +56,14 @@ def test_rounds_are_where_merges_and_local_steps_cost_alike(ms, sync_ms, travel_
     assert value[che.anchor] >= 0.97 * max(value.values())
 
 
+def test_local_steps_are_worth_as_much_as_in_tau_of_25_batches_however_fast_replicas_move():
+    """At the start of a run at a high learning rate they move as far as their parameters are long in a few steps."""
+    assert half_life_ms(10.0, 20.0) == 500.0
+    assert half_life_ms(1000.0, 16.0) == pytest.approx(450.0)
+    che, _ = run((20.0, 20.0), 5.0, 10.0)
+    assert che.round_ms == pytest.approx(math.sqrt(5.0 * 500.0), rel=0.25)
+
+
 def test_faster_movement_makes_rounds_shorter_and_slower_movement_longer():
     early, _ = run(SPEEDS["two"], 11.0, 3e3)
     late, _ = run(SPEEDS["two"], 11.0, 3e4, che=early)
@@ -196,9 +204,9 @@ def test_more_replicas_share_batches_in_shorter_rounds():
         (0.2, 0.5, 0.0, 1),
         (5.0, 0.3, 0.0, 4),
         # With an exchange after each of them, rounds are longer.
-        (5.0, 0.5, 8.0, 3),
+        (5.0, 0.5, 8.0, 4),
         (5.0, 0.5, 20.0, 5),
-        (5.0, 0.0, 0.0, 3),
+        (5.0, 0.0, 0.0, 4),
         (0.2, 0.0, 0.0, 1),
     ],
 )
