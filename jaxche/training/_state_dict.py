@@ -17,6 +17,16 @@ from jaxche.data import StreamPosition, from_json, to_json
 from jaxche.replicas import LocalState, ReplicaMesh
 from jaxche.training._state import TrainerState
 
+# Fields of the cadence that the trainer sets. The others are measured.
+_CADENCE_SETTINGS = (
+    "overhead_target",
+    "max_anchor",
+    "max_batch_diff",
+    "tuner",
+    "min_anchor",
+    "overlap",
+    "half_life",
+)
 # Fields of the state that are JSON.
 _FIELDS = (
     "round",
@@ -102,7 +112,10 @@ def metadata(state: TrainerState) -> dict[str, Any]:
 
 
 def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState:
-    """The state with saved :func:`metadata`; measurements of another number of replicas are discarded."""
+    """The state with saved :func:`metadata`, under its own settings of the cadence.
+
+    Measurements of another number of replicas are discarded.
+    """
     che, correction = state.che, state.correction
     if state.wire is not None and saved["wire"]:
         state = replace(state, wire=WireChoice(**saved["wire"]))
@@ -111,8 +124,9 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
             state = replace(state, row_shares=RowShares.from_dict(saved["row_shares"]))
             if saved["choice"]:
                 state = replace(state, choice=Choice.from_dict(saved["choice"]))
-            own = {"overlap": che.overlap, "half_life": che.half_life}
-            che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()} | own)
+            measured = {name: _tuples(value) for name, value in saved["che"].items()}
+            own = {name: getattr(che, name) for name in _CADENCE_SETTINGS}
+            che = ElChe.from_dict(measured | own).capped(che.max_anchor)
         else:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())

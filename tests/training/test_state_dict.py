@@ -42,6 +42,16 @@ def test_as_many_replicas_go_on_as_if_nothing_had_been_between(saved):
     assert with_metadata(state(ElChe(2, 4, tuner="steady", max_anchor=40, max_batch_diff=90)), found) == left
 
 
+def test_as_many_replicas_go_on_under_the_settings_of_the_new_trainer(saved):
+    left, found = saved
+    che = ElChe(2, 2, 0.1, tuner="progress", max_anchor=20, max_batch_diff=0)
+    after = with_metadata(state(che), found).che
+    settings = (after.overhead_target, after.tuner, after.max_anchor, after.max_batch_diff, after.min_anchor)
+    assert settings == (0.1, "progress", 20, 0, 2)
+    assert (after.ms_per_batch, after.sync_samples) == (left.che.ms_per_batch, left.che.sync_samples)
+    assert (after.anchor, after.batch_counts) == (20, (20, 20))
+
+
 @pytest.mark.parametrize(("low", "high", "anchor"), [(4, 40, 30), (4, 20, 20), (35, 40, 35)])
 def test_others_begin_at_its_anchor_within_their_limits_and_measure_anew(saved, low, high, anchor):
     left, found = saved
