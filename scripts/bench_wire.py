@@ -33,7 +33,7 @@ import jaxche
 from jaxche.averaging._wire import decode, encode, mean_of_rows
 from jaxche.cli import _tasks
 from jaxche.replicas._coded_merge import agreement
-from jaxche.replicas._merge_program import HOST_COLUMNS
+from jaxche.replicas._table import HOST_COLUMNS
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from jaxche.cadence._tuners import (
     best_shared_steps,
     effective_ranks,
     half_life_ms,
-    middle,
+    more_steps,
     shared_worth,
 )
 
@@ -90,7 +91,7 @@ class Choice:
         """The choice with the relative time of merges, once all samples are of merges since the last change."""
         if not self.before_ms or round - self.since < _TRIED:
             return self
-        ratio = middle(sync_samples) / self.before_ms
+        ratio = median_low(sync_samples) / self.before_ms
         return replace(self, merge_ratio=ratio if self.policy is ApplyPolicy.CADENCE else 1 / ratio, before_ms=0.0)
 
     def merges_ms(self, sync_samples: Sequence[float]) -> tuple[float, float]:
@@ -99,7 +100,7 @@ class Choice:
         One of them is measured, and the other follows by their ratio: they send other trees, and possibly codes.
         """
         # Until all samples are of merges since the change, the one before it counts.
-        measured_ms = self.before_ms or middle(sync_samples)
+        measured_ms = self.before_ms or median_low(sync_samples)
         is_local = (self.policy is ApplyPolicy.CADENCE) != bool(self.before_ms)
         if is_local:
             return measured_ms / self.merge_ratio, measured_ms
@@ -216,11 +217,6 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     return found + whole
 
 
-def more_steps(speed: np.ndarray, shared: int) -> float:
-    """How many times as many steps replicas of these speeds take that share batches, ρ = √((Σ v)³ / Σ v³) / k."""
-    return float(np.sqrt(speed.sum() ** 3 / (speed**3).sum())) / shared
-
-
 def alone_batches(sync_ms: float, fast_ms: float) -> int:
     """Batches between the merges of a replica that trains alone; the merges take at most 1 % of the time.
 
@@ -251,7 +247,7 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     fast = min(ms for ms in che.ms_per_batch if ms)
     tried = 1  # a round of some replicas alone is long
     if local and not now.active:
-        tried = _TRIED_LONG if middle(che.sync_samples) > _LONG * fast else _TRIED
+        tried = _TRIED_LONG if median_low(che.sync_samples) > _LONG * fast else _TRIED
     if round - now.since < tried:
         return now
     now = now.compared(che.sync_samples, round)
@@ -259,13 +255,14 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
         return now
     sync_ms, local_ms = now.merges_ms(che.sync_samples)
     known = che.travel_samples and (local or round - now.since < now.patience)
-    tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
     cuts, shared = shares.cuts(batch_rows, unit), 0
     if che.tuner == "progress":  # which alone chooses a length for rounds of such steps
         shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit, cuts)
+    more = 1.0
     if shared and (now.joined or not local):  # measured while they share batches, or to be tried so
         fixed, slope = shares.fit()
-        tau_ms *= more_steps(1 / (fixed + slope * batch_rows), shared)
+        more = more_steps(1 / (fixed + slope * batch_rows), shared)
+    tau_ms = more * (half_life_ms(median_low(che.travel_samples), fast, more) if known else _USUAL * fast)
     local_cost = MergeCost.of((local_ms,), che.exchange_samples, che.overlap)
     found = options(shares, cuts, batch_rows, Costs(sync_ms, local_cost, tau_ms), shared)
     best = max(found, key=lambda one: one.progress)
@@ -299,7 +296,7 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
     ms = [che.ms_per_batch[rank] for rank in active]
     wanted = [max(1, round(che.round_ms / one)) for one in ms]
     if len(active) == 1:
-        wanted = [alone_batches(middle(che.sync_samples), ms[0])]
+        wanted = [alone_batches(median_low(che.sync_samples), ms[0])]
     tried = [rank for rank, is_due in enumerate(due) if is_due and not choice.active[rank]]
     found = dict(zip(active + tried, clamp_counts(wanted + [1] * len(tried), left), strict=True))
     return tuple(found.get(rank, 0) for rank in range(len(choice.active)))

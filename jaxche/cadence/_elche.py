@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from jaxche.cadence._tuners import (
     LARGEST_COUNT,
     CadenceState,
     MergeCost,
-    middle,
     progress,
     ratio_counts,
     round_half_away,
@@ -176,7 +176,7 @@ class ElChe(CadenceState):
         slow = max(self.ms_per_batch)
         if not slow or len(self.sync_samples) < 2:
             return ""
-        sync_ms = middle(self.sync_samples)
+        sync_ms = median_low(self.sync_samples)
         cost = MergeCost.of(self.sync_samples, self.exchange_samples, self.overlap)
         wanted_ms = self.round_ms if self.tuner == "progress" else cost.least_round_ms(self.overhead_target)
         wanted = math.ceil(wanted_ms / slow - 1e-9)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_low
 
 import numpy as np
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuners import half_life_ms, middle
+from jaxche.cadence._tuners import half_life_ms
 
 # A round has at least one merge of its groups, so that their cost is measured.
 LEAST_MERGES = 2
@@ -42,7 +43,7 @@ def best_group_merges(che: ElChe, group_ms: float) -> int:
     if not (speeds and che.travel_samples):
         return LEAST_MERGES
     round_ms = max(n * ms for n, ms in zip(che.batch_counts, che.ms_per_batch, strict=True))
-    tau = half_life_ms(middle(che.travel_samples), min(speeds))
+    tau = half_life_ms(median_low(che.travel_samples), min(speeds))
     return max(LEAST_MERGES, round(round_ms / math.sqrt(group_ms * tau)))
 
 

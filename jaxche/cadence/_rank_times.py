@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
-from jaxche.cadence._tuners import JUMP, MEMORY, middle
+from jaxche.cadence._tuners import JUMP, MEMORY
 
 # Sizes of a step whose times are stored.
 _SIZES = 4
@@ -48,7 +49,7 @@ class RankTimes:
         """Whether it is to be tried again, because it has long been idle: it may have been slow for a while."""
         if not (self.samples and self.idle_ms > 0):
             return False
-        longest = max(middle(times) for _, times in self.samples)
+        longest = max(median_low(times) for _, times in self.samples)
         return self.idle_ms >= _PATIENCE * 2**self.tries * longest
 
     @property
@@ -65,7 +66,7 @@ class RankTimes:
         if not self.samples:
             return 0.0, 0.0
         # A few numbers, for which plain Python is faster than NumPy; fsum adds alike in every Python.
-        size, ms = [float(rows) for rows, _ in self.samples], [middle(times) for _, times in self.samples]
+        size, ms = [float(rows) for rows, _ in self.samples], [median_low(times) for _, times in self.samples]
         slope = math.inf
         if len(size) > 1:
             mean = math.fsum(size) / len(size)
@@ -81,7 +82,7 @@ class RankTimes:
         times = (ms, *found.pop(size, ()))[:MEMORY]
         if len(times) > 1:
             fixed, slope = self.line
-            expected, seen = fixed + slope * size, middle(times)
+            expected, seen = fixed + slope * size, median_low(times)
             if abs(seen - expected) > JUMP * expected:
                 found = {b: tuple(t * seen / expected for t in old) for b, old in found.items()}
         return ((size, times), *list(found.items())[: _SIZES - 1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +29,8 @@ _HALF = 0.45
 # The same where N = 1 / Σ w² replicas share batches in each step, relative to τ / √N, and the progress of such steps in
 # short rounds, relative to as many steps of one device.
 _SHARED, _SHARED_WORTH = 0.65, 0.93
-# Limits of τ, in batches of the fastest rank. At the start of a run at a high learning rate parameters move as far as
-# they are long in a few steps, but local steps lose less than that says.
+# Limits of τ for steps on whole batches, in batches of the fastest rank. At the start of a run at a high learning rate
+# parameters move as far as they are long in a few steps, but local steps lose less than that says.
 _SHORTEST, _LONGEST = 25.0, 2000.0
 # The round length is kept while it is this close to the best one, because other lengths need compilation.
 _KEEP = 1.25
@@ -76,8 +77,8 @@ class MergeCost(NamedTuple):
     def of(cls, syncs: Sequence[float], exchanges: Sequence[float], overlap: float) -> MergeCost:
         """From the last measurements, newest first; 0 for what was not measured."""
         # Without overlap the exchange is a part of the merge.
-        exchange_ms = middle(exchanges) if exchanges and overlap else 0.0
-        return cls(middle(syncs) if syncs else 0.0, overlap, exchange_ms)
+        exchange_ms = median_low(exchanges) if exchanges and overlap else 0.0
+        return cls(median_low(syncs) if syncs else 0.0, overlap, exchange_ms)
 
     def added_ms(self, round_ms: float) -> float:
         """The time that it adds to a round."""
@@ -146,7 +147,7 @@ def progress(
     round_ms, anchor = che.round_ms, che.anchor
     if syncs and travels:
         cost, fast = MergeCost.of(syncs, exchanges, che.overlap), float(ms[ms > 0].min())
-        tau = che.half_life * half_life_ms(middle(travels), fast)
+        tau = che.half_life * half_life_ms(median_low(travels), fast)
         limit = _GROWTH * (round_ms or anchor * float(ms.max()))
         if len(syncs) == 1:
             limit /= _GROWTH  # a first report may include compilation: it may shorten a round, not lengthen it
@@ -207,11 +208,6 @@ def lower_median(rows: np.ndarray) -> np.ndarray:
     # Zeros sort to the front; the (filled − 1) // 2 th after them is the median.
     place = len(rows) - filled + (filled - 1) // 2
     return np.take_along_axis(ordered, place[None], axis=0)[0]
-
-
-def middle(samples: Sequence[float]) -> float:
-    """The median, the smaller middle one of an even number."""
-    return sorted(samples)[(len(samples) - 1) // 2]
 
 
 def blend_speeds(ms: np.ndarray, rows: tuple[tuple[float, ...], ...]) -> np.ndarray:
@@ -334,31 +330,33 @@ def best_shared_ms(cost: MergeCost, tau: float, replicas: float) -> float:
     return cost.best_round_ms(best)
 
 
-def shared_round_ms(che: CadenceState, rows: Sequence[float]) -> float:
-    """The length of a round whose local steps share batches, each rank with so many rows of a step."""
+def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int = 1) -> float:
+    """The length of a round whose local steps share so many batches, each rank with so many rows of a step."""
     if not (che.sync_samples and che.travel_samples and che.round_ms):
         return che.round_ms
-    cost, tau = _merge_and_half_life_ms(che)
+    cost, tau = _merge_and_half_life_ms(che, more_steps(rows, joined))
     best = best_shared_ms(cost, tau, effective_ranks(rows))
     return min(best, 2 * che.round_ms)  # which grows step by step
 
 
-def _merge_and_half_life_ms(che: CadenceState) -> tuple[MergeCost, float]:
-    """The measured cost of a merge, and the τ of local steps."""
+def _merge_and_half_life_ms(che: CadenceState, more: float) -> tuple[MergeCost, float]:
+    """The measured cost of a merge, and the τ of local steps that are so many times as many as on whole batches."""
     fast = min(ms for ms in che.ms_per_batch if ms)
     cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
-    return cost, che.half_life * half_life_ms(middle(che.travel_samples), fast)
+    return cost, che.half_life * half_life_ms(median_low(che.travel_samples), fast, more)
 
 
-def shared_steps(che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf) -> int:
+def shared_steps(
+    che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf, joined: int = 1
+) -> int:
     """The steps that share batches in a round of at most ``most_ms``, each rank with so many rows of a step.
 
     Whole steps run beside a merge, ⌊f n⌋ of n: with overlap it is the n with the most progress, at most twice as many.
     """
-    number = max(1, round(min(shared_round_ms(che, rows), most_ms) / step_ms))
+    number = max(1, round(min(shared_round_ms(che, rows, joined), most_ms) / step_ms))
     if not (che.sync_samples and che.travel_samples):
         return number
-    cost, tau = _merge_and_half_life_ms(che)
+    cost, tau = _merge_and_half_life_ms(che, more_steps(rows, joined))
     return best_shared_steps(number, cost, tau, effective_ranks(rows), step_ms)
 
 
@@ -394,9 +392,18 @@ def _shared_scale(tau: float, replicas: float) -> float:
     return _SHARED * tau / math.sqrt(replicas)
 
 
-def half_life_ms(travel_ms: float, fast_ms: float) -> float:
-    """τ, the round length at which local steps make half of their progress."""
-    return min(max(_HALF * travel_ms, _SHORTEST * fast_ms), _LONGEST * fast_ms)
+def more_steps(speeds: Sequence[float] | np.ndarray, joined: int) -> float:
+    """How many times as many steps ranks of these speeds take that share batches, ρ = √((Σ v)³ / Σ v³) / k."""
+    v = np.asarray(speeds, np.float64)
+    return float(np.sqrt(v.sum() ** 3 / (v**3).sum())) / joined
+
+
+def half_life_ms(travel_ms: float, fast_ms: float, more: float = 1.0) -> float:
+    """τ, the round length at which local steps make half of their progress.
+
+    ``more`` is how many times as many steps ranks take as on whole batches: they move as much faster.
+    """
+    return min(max(_HALF * travel_ms, _SHORTEST * fast_ms / more), _LONGEST * fast_ms)
 
 
 def progress_anchor(

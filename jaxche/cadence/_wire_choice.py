@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median_low
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuners import MEMORY, middle
+from jaxche.cadence._tuners import MEMORY
 
 # The two wires to choose from: exact numbers, and the fewest bytes.
 AUTO_WIRES = ("float32", "int4")
@@ -34,18 +35,18 @@ def merge_share(che: ElChe) -> float:
     steps_ms = max(n * ms for n, ms in zip(che.batch_counts, che.ms_per_batch, strict=True))
     if len(che.sync_samples) < MEMORY or not steps_ms:
         return 0.0
-    return middle(che.sync_samples) / (steps_ms + middle(che.sync_samples))
+    return median_low(che.sync_samples) / (steps_ms + median_low(che.sync_samples))
 
 
 def is_long_merge(che: ElChe) -> bool:
     """Whether overlap would be worth the delay: merges take as long as 20 steps of the fastest replica."""
-    return middle(che.sync_samples) >= _LONG * min(ms for ms in che.ms_per_batch if ms)
+    return median_low(che.sync_samples) >= _LONG * min(ms for ms in che.ms_per_batch if ms)
 
 
 def choose_wire(che: ElChe, coded_ms: float) -> WireChoice:
     """The choice where merges are dear; ``coded_ms`` is the measured time of one with codes."""
     exact, coded = AUTO_WIRES
-    exact_ms, share = middle(che.sync_samples), merge_share(che)
+    exact_ms, share = median_low(che.sync_samples), merge_share(che)
     found = f"merges in {exact} of {exact_ms:.3g} ms took {share:.0%} of the time, and one in {coded} takes"
     wire = coded if coded_ms <= _FASTER * exact_ms else exact
     return WireChoice(wire, f"{found} {coded_ms:.3g} ms: wire={wire!r}")

@@ -154,8 +154,7 @@ class ElasticGroup(Group):
                 self._enter(self._next_id, quorum)
                 return quorum.lost
             # Others have admitted a process, and wait for this one.
-            self._incarnations = quorum.members
-            self._set_quorum(self._next_id)
+            self._set_quorum(self._next_id, quorum.members)
 
     def begin_fit(self) -> None:
         """Count the fits of the script. A standby process joins the fit with its own number."""
@@ -178,8 +177,8 @@ class ElasticGroup(Group):
     def enter_standby(self) -> None:
         """Wait, without peers, for admission at the end of a round."""
         self.standby = True
-        self._incarnations = {self.process_index: self.incarnation}
-        self._set_quorum(f"standby/{self.process_index}/{self.incarnation}")
+        own = {self.process_index: self.incarnation}
+        self._set_quorum(f"standby/{self.process_index}/{self.incarnation}", own)
 
     def restart(self) -> None:
         """Begin a new incarnation in standby, after the others took this process for dead."""
@@ -210,8 +209,7 @@ class ElasticGroup(Group):
         wanted = Quorum(members, [], self.members[0])
         if self._decide(wanted) != wanted:
             raise PeerLostError("the members decided on another quorum meanwhile")
-        self._incarnations = members
-        self._set_quorum(self._next_id)
+        self._set_quorum(self._next_id, members)
         if is_sender:
             requests = self._requests()
             for process, incarnation in candidates.items():
@@ -351,13 +349,12 @@ class ElasticGroup(Group):
 
     def _enter(self, quorum_id: str, quorum: Quorum) -> None:
         """Become a member of a quorum over new connections; all of its members call it and then wait for each other."""
-        self._incarnations = quorum.members
-        self._set_quorum(quorum_id)
+        self._set_quorum(quorum_id, quorum.members)
         self._reconnect()
 
-    def _set_quorum(self, quorum_id: str) -> None:
+    def _set_quorum(self, quorum_id: str, members: dict[int, int]) -> None:
         # A member may have left a collective half done, so the count of calls restarts under another name.
-        self.quorum_id, self._calls = quorum_id, 0
+        self._incarnations, self.quorum_id, self._calls = members, quorum_id, 0
 
     def _reconnect(self) -> None:
         """Make the next collectives use new connections.

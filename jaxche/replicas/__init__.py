@@ -11,8 +11,6 @@ from jaxche.replicas._merge import Merge as Merge
 from jaxche.replicas._merge import Merged as Merged
 from jaxche.replicas._merge import MergeMismatchError
 from jaxche.replicas._merge import SingleReplica as SingleReplica
-from jaxche.replicas._merge_program import HOST_COLUMNS as HOST_COLUMNS
-from jaxche.replicas._merge_program import ROW_MODULUS as ROW_MODULUS
 from jaxche.replicas._merge_program import TINY_WEIGHT as TINY_WEIGHT
 from jaxche.replicas._merge_program import MergeRules as MergeRules
 from jaxche.replicas._merge_program import Report as Report
@@ -58,6 +56,11 @@ from jaxche.replicas._schedule_counts import are_schedules as are_schedules
 from jaxche.replicas._schedule_counts import counts_of as counts_of
 from jaxche.replicas._schedule_counts import is_random_key as is_random_key
 from jaxche.replicas._schedule_counts import update_in_round as update_in_round
+from jaxche.replicas._table import HOST_COLUMNS as HOST_COLUMNS
+from jaxche.replicas._table import NOT_FINITE as NOT_FINITE
+from jaxche.replicas._table import ROW_MODULUS as ROW_MODULUS
+from jaxche.replicas._table import SUMS as SUMS
+from jaxche.replicas._table import HostColumns as HostColumns
 
 # For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.
 __all__ = ["BatchOutputs", "MergeMismatchError", "PaceError"]

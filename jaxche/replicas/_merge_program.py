@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,39 +35,9 @@ from jaxche.replicas._schedule_counts import (
     counts_of,
     select_counts,
 )
+from jaxche.replicas._table import HOST_COLUMNS, NOT_FINITE
 from jaxche.scaling import with_extra_args
 
-# Columns that the host of a replica adds to the table of a merge. Counts, flags and halves of digests are
-# exact in float32; times and parts of batches are rounded.
-# ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch. If batches are
-# joined, these parts add up to them, and a replica may have one without rows, and no step.
-# ``group_ms`` is the time of the replica in merges with its group, waits included.
-# ``compile_ms`` is the time in which it compiled for batches of other shapes, which is in neither of them.
-# ``prepare_ms`` is the time in which its process compiled before the round, for new shares of rows.
-# ``rows`` is the number of its rows (modulo ROW_MODULUS): the sum of examples on devices is rounded from 2**24 on.
-# ``divided`` is the number of its steps on rows of several shapes.
-# ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
-HOST_COLUMNS = (
-    "count",
-    "batches",
-    "wall_ms",
-    "group_ms",
-    "compile_ms",
-    "prepare_ms",
-    "last_sync_ms",
-    "last_hidden_ms",
-    "last_exchange_ms",
-    "failed",
-    "stop",
-    "accumulated",
-    "rows",
-    "divided",
-    "ended",
-    "plan_high",
-    "plan_low",
-)
-# Exact in float32, and far larger than the error of a sum of examples.
-ROW_MODULUS = 2**23
 _COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
 # The weight of batches of padding alone: small enough to vanish beside others, and no division by zero without any.
 TINY_WEIGHT = 1e-20
@@ -158,30 +128,20 @@ class MergeProgram:
         specs = {name: self._specs.get(name, P()) for name in payload}
         if "opt_state" in payload:
             specs["opt_state"] = {i: self._opt_specs[i] for i in payload["opt_state"]}
-        sum_shards = jax.shard_map(
-            lambda shards: psum_buckets(shards, AXIS),
-            in_specs=(specs,),
-            out_specs=specs,
-            axis_names=set(self._replica_mesh.inner),
-            check_vma=False,
-        )
-        return sum_shards(payload)
+        return self._on_shards(lambda shards: psum_buckets(shards, AXIS), (specs,), specs)(payload)
+
+    def _on_shards(self, sums: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """The sums over replicas, on each device of a sharded replica over its own shards."""
+        inner = self._replica_mesh.inner
+        return jax.shard_map(sums, in_specs=in_specs, out_specs=out_specs, axis_names=set(inner), check_vma=False)
 
     def _coded_sums(self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]) -> Means:
         """The sums with coded changes, on each device over its own shards."""
-        arguments = (delta, residual, moments, payload)
         sums = functools.partial(coded_sums, wire=self._wire)
         if not self._replica_mesh.inner:
-            return sums(*arguments)
-        opt_specs, own = {i: self._opt_specs[i] for i in moments}, Residual(self._specs["delta"])
-        sum_shards = jax.shard_map(
-            sums,
-            in_specs=(self._specs["delta"], own, opt_specs, P()),
-            out_specs=Means(self._specs["delta"], own, opt_specs, P()),
-            axis_names=set(self._replica_mesh.inner),
-            check_vma=False,
-        )
-        return sum_shards(*arguments)
+            return sums(delta, residual, moments, payload)
+        specs = (self._specs["delta"], Residual(self._specs["delta"]), {i: self._opt_specs[i] for i in moments}, P())
+        return self._on_shards(sums, specs, Means(*specs))(delta, residual, moments, payload)
 
     def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
         """The rows of this replica in a table of zeros; the sum over replicas is the whole table."""
@@ -393,7 +353,7 @@ class MergeProgram:
         }
         stayed = self._stayed_finite(start, merged)
         # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
-        table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
+        table = total["table"].at[..., NOT_FINITE].multiply(1 - stayed)
         if arguments:
             noise, progress = arguments["noise"], opt_state.progress
             merged |= {"noise": noise, "progress": progress}

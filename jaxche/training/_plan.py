@@ -234,7 +234,7 @@ def _steps_of_shares(state: TrainerState, shares: RowShares, rules: PlanRules) -
         return 1
     # Asynchronous rounds have a lower anchor while replicas drift apart.
     most_ms = state.che.anchor_wall_ms if rules.policy is ApplyPolicy.ASYNC else math.inf
-    return shared_steps(state.che, shares.rows, max(shares.times()), most_ms)
+    return shared_steps(state.che, shares.rows, max(shares.times()), most_ms, shares.joined)
 
 
 def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:

@@ -178,21 +178,20 @@ class PreparedEngine(Engine):
         def programs(placement: Placement) -> LocalPrograms:
             if made and isinstance(placement, DevicePlacement):
                 return made[0].on(placement)
-            made.append(new_programs(placement))
-            return made[-1]
-
-        def new_programs(placement: Placement) -> LocalPrograms:
-            return LocalPrograms(
-                placement,
-                self._settings.loss,
-                self._tx,
-                average=self._settings.average,
-                seed=self._settings.seed,
-                columns=self.columns,
-                scaling=scaling,
-                solo=solo,
-                packed=packed,
+            made.append(
+                LocalPrograms(
+                    placement,
+                    self._settings.loss,
+                    self._tx,
+                    average=self._settings.average,
+                    seed=self._settings.seed,
+                    columns=self.columns,
+                    scaling=scaling,
+                    solo=solo,
+                    packed=packed,
+                )
             )
+            return made[-1]
 
         self._set_replicas(programs)
         self._set_merge(self._make_merge(local))

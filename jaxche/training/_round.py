@@ -22,7 +22,19 @@ from jaxche.cadence import (
     paused_ms,
 )
 from jaxche.distributed import Group
-from jaxche.replicas import DIFFERS, HOST_COLUMNS, ROW_MODULUS, TINY_WEIGHT, Columns, LocalResult, Merged, Report
+from jaxche.replicas import (
+    DIFFERS,
+    HOST_COLUMNS,
+    NOT_FINITE,
+    ROW_MODULUS,
+    SUMS,
+    TINY_WEIGHT,
+    Columns,
+    HostColumns,
+    LocalResult,
+    Merged,
+    Report,
+)
 from jaxche.reports import RoundInfo
 from jaxche.training._non_finite import non_finite_error
 from jaxche.training._plan import PlannedRound
@@ -38,40 +50,37 @@ class PlanMismatchError(RuntimeError):
     """
 
 
-_COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
-_NOT_FINITE = len(HOST_COLUMNS)
-_SUMS = _NOT_FINITE + 1
-
-
 def host_rows(
     planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult], stop: int = 0, prepare_ms: float = 0.0
 ) -> np.ndarray:
     """The numbers that the hosts of these ranks add to the table, ``[ranks, HOST_COLUMNS]``."""
     state, plan = planned.state, planned.plan
     ended = planned.reader.ended(plan, state, sum(result.steps for result in results))
+    high, low = plan.digest_halves()
 
-    def row(rank: int, result: LocalResult) -> list[float]:
+    def row(rank: int, result: LocalResult) -> HostColumns:
         failed = result.error is not None
         # The count is a weight of the merge; after an error nothing is merged.
         steps = plan.counts[rank] if failed else result.steps
-        return [
-            steps,
-            plan.batches[rank] if plan.shares else steps,
-            result.wall_ms,
-            result.group_ms,
-            result.compile_ms,
-            prepare_ms,
-            state.sync_ms,
-            state.hidden_ms,
-            state.exchange_ms,
-            failed,
-            stop,
-            state.accumulated,
-            result.rows % ROW_MODULUS,
-            result.divided,
-            ended,
-            *plan.digest_halves(),
-        ]
+        return HostColumns(
+            count=steps,
+            batches=plan.batches[rank] if plan.shares else steps,
+            wall_ms=result.wall_ms,
+            group_ms=result.group_ms,
+            compile_ms=result.compile_ms,
+            prepare_ms=prepare_ms,
+            last_sync_ms=state.sync_ms,
+            last_hidden_ms=state.hidden_ms,
+            last_exchange_ms=state.exchange_ms,
+            failed=failed,
+            stop=stop,
+            accumulated=state.accumulated,
+            rows=result.rows % ROW_MODULUS,
+            divided=result.divided,
+            ended=ended,
+            plan_high=high,
+            plan_low=low,
+        )
 
     return np.array([row(rank, result) for rank, result in zip(ranks, results, strict=True)])
 
@@ -102,8 +111,8 @@ class RoundStatistics:
 
     def __init__(self, numbers: np.ndarray, columns: Columns):
         self._numbers, self._columns = np.asarray(numbers, np.float64), columns
-        host = dict(zip(HOST_COLUMNS, self._numbers.T, strict=False))
-        self._sums = sums = self._numbers[:, _SUMS:]
+        self._host = host = dict(zip(HOST_COLUMNS, self._numbers.T, strict=False))
+        self._sums = sums = self._numbers[:, SUMS]
         self.counts = tuple(map(int, host["count"]))
         self.wall_ms = tuple(host["wall_ms"].tolist())
         self.group_ms = tuple(host["group_ms"].tolist())
@@ -129,8 +138,8 @@ class RoundStatistics:
     def with_times(self, wall_ms: Sequence[float], group_ms: Sequence[float]) -> RoundStatistics:
         """The same statistics with other times."""
         numbers = self._numbers.copy()
-        numbers[:, _COLUMN["wall_ms"]] = wall_ms
-        numbers[:, _COLUMN["group_ms"]] = group_ms
+        numbers[:, HOST_COLUMNS.index("wall_ms")] = wall_ms
+        numbers[:, HOST_COLUMNS.index("group_ms")] = group_ms
         return RoundStatistics(numbers, self._columns)
 
     def check(self, planned: PlannedRound, group: Group, errors: Mapping[int, Exception], finite: bool) -> None:
@@ -150,7 +159,7 @@ class RoundStatistics:
           NonFiniteLossError: a loss, a gradient, a local state or the merged state is NaN or infinite.
         """
         plan = planned.plan
-        if self._numbers[:, _COLUMN["failed"]].any():
+        if self._host["failed"].any():
             rank, error = next(iter(errors.items()), (0, None))
             group.raise_everywhere(error, rank, f"round {plan.round}")
         self._check_plans(plan)
@@ -162,7 +171,7 @@ class RoundStatistics:
         self._check_finite(planned, finite)
 
     def _check_plans(self, plan: RoundPlan) -> None:
-        digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
+        digests = list(zip(self._host["plan_high"], self._host["plan_low"], strict=True))
         if len(set(digests)) > 1 or DIFFERS in digests:
             raise PlanMismatchError(
                 f"round {plan.round}: hosts planned different rounds; this one planned counts={plan.counts} from batch "
@@ -174,7 +183,7 @@ class RoundStatistics:
     def _check_finite(self, planned: PlannedRound, finite: bool) -> None:
         losses = self._sums[:, 1]
         bad = [rank for rank, n in enumerate(planned.plan.counts) if n and not np.isfinite(losses[rank])]
-        broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
+        broken = np.flatnonzero(self._numbers[:, NOT_FINITE]).tolist()
         if bad:
             raise non_finite_error(planned, self.counts, f"the loss of rank {bad[0]} became {losses[bad[0]]}", bad[0])
         if broken:
@@ -344,8 +353,16 @@ def _weights(planned: PlannedRound, table: RoundStatistics) -> tuple[tuple[float
     if planned.rule is None:
         return tuple((table.weights / table.weights.sum()).tolist()), 1.0
     sizes = [weight / max(n, 1) for weight, n in zip(table.weights, counts, strict=True)]
-    parts = [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)] if plan.shares else counts
-    return merge_weights(planned.rule, parts if planned.rule == "steps" else counts, batch_sizes=sizes)
+    return planned_weights(planned.rule, plan, counts, sizes)
+
+
+def planned_weights(
+    rule: str, plan: RoundPlan, counts: Sequence[int], batch_sizes: Sequence[float] | None = None
+) -> tuple[tuple[float, ...], float]:
+    """:func:`merge_weights` of replicas that took ``counts`` steps of a plan."""
+    if rule == "steps" and plan.shares:
+        return merge_weights(rule, [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)])
+    return merge_weights(rule, counts, batch_sizes)
 
 
 def _record(

@@ -14,7 +14,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jaxche.averaging import merge_weights
 from jaxche.cadence import (
     DEAR,
     ApplyPolicy,
@@ -55,7 +54,7 @@ from jaxche.training._plan import (
     time_limit_ms,
 )
 from jaxche.training._preparation import PreparedEngine
-from jaxche.training._round import RoundStatistics, advance, host_rows, round_times
+from jaxche.training._round import RoundStatistics, advance, host_rows, planned_weights, round_times
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
@@ -402,8 +401,7 @@ class Rounds:
         """The scale of a merge of the planned steps, for the rule of the learning rate."""
         if self._settings.scaling is None:
             return MergeScale()
-        rule = self._settings.merge
-        weights, alpha = merge_weights(rule, plan.batches if rule == "steps" else plan.counts)
+        weights, alpha = planned_weights(self._settings.merge, plan, plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
     def _overlapped(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> tuple[int, ...]:

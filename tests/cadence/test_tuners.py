@@ -14,6 +14,7 @@ from jaxche.cadence._tuners import (
     effective_ranks,
     exposed_ms,
     half_life_ms,
+    more_steps,
     progress_anchor,
     shared_round_ms,
     shared_steps,
@@ -59,9 +60,14 @@ def test_rounds_are_where_merges_and_local_steps_cost_alike(ms, sync_ms, travel_
 def test_local_steps_are_worth_as_much_as_in_tau_of_25_batches_however_fast_replicas_move():
     """At the start of a run at a high learning rate they move as far as their parameters are long in a few steps."""
     assert half_life_ms(10.0, 20.0) == 500.0
+    # They move faster where they share batches, and take more steps.
+    assert half_life_ms(10.0, 20.0, 4.0) == 125.0
     assert half_life_ms(1000.0, 16.0) == pytest.approx(450.0)
     che, _ = run((20.0, 20.0), 5.0, 10.0)
     assert che.round_ms == pytest.approx(math.sqrt(5.0 * 500.0), rel=0.25)
+    for rows, joined, more in (((8, 8), 1, 2.0), ((16, 16), 2, 1.0)):
+        best = best_shared_ms(MergeCost(5.0), 500.0 / more, 2)
+        assert shared_round_ms(che, rows, joined) == pytest.approx(best)
 
 
 def test_faster_movement_makes_rounds_shorter_and_slower_movement_longer():
@@ -204,9 +210,9 @@ def test_more_replicas_share_batches_in_shorter_rounds():
         (0.2, 0.5, 0.0, 1),
         (5.0, 0.3, 0.0, 4),
         # With an exchange after each of them, rounds are longer.
-        (5.0, 0.5, 8.0, 4),
+        (5.0, 0.5, 8.0, 3),
         (5.0, 0.5, 20.0, 5),
-        (5.0, 0.0, 0.0, 4),
+        (5.0, 0.0, 0.0, 3),
         (0.2, 0.0, 0.0, 1),
     ],
 )
@@ -215,7 +221,7 @@ def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exch
     che = replace(che, overlap=overlap, round_ms=1e3, exchange_samples=(exchange_ms,) * 3)
     assert shared_steps(che, rows, step_ms) == steps
     if overlap:
-        tau = half_life_ms(1000.0, 20.0)
+        tau = half_life_ms(1000.0, 20.0, more_steps(rows, 1))
 
         def lost(n):
             beside = math.floor(overlap * n) * step_ms

@@ -45,7 +45,8 @@ def test_it_says_what_happened(trained):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     lines = done.stdout.splitlines()
-    assert re.search(r"2 x cpu, paced to \d+:\d+ ms a step", done.stdout)
+    paces = re.search(r"2 x cpu, paced to (\d+):([\d.]+) ms a step", done.stdout)
+    assert float(paces[2]) == 2.5 * int(paces[1]) >= 50
     assert re.search(r"epoch 1 of 1: test accuracy [\d.]+ % after [\d.]+ s", done.stdout)
     assert any(line.startswith("efficiency") for line in lines)
     assert lines[-4] == "written to runs/mine:"

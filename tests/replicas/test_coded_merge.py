@@ -13,8 +13,8 @@ import jaxche
 from jaxche.averaging import WIRES, exchange
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import Residual, _split, fitted, zero_residual
-from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._placement import DevicePlacement
+from jaxche.replicas._table import HOST_COLUMNS
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import MergeMismatchError, NonFiniteLossError
 from jaxche.training._fingerprint import refuse_differences

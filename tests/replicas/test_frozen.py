@@ -9,8 +9,8 @@ from flax import nnx
 
 import jaxche
 from jaxche.replicas._frozen import FrozenArrays
-from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._placement import DevicePlacement
+from jaxche.replicas._table import HOST_COLUMNS
 from jaxche.sharding._hlo import collectives
 
 WIDE = 48

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._schedule_counts import counts_of
+from jaxche.replicas._table import HOST_COLUMNS
 
 COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
 FLEET = jaxche.VirtualFleet([20, 50], sync_ms=100.0)

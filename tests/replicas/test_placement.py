@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import jaxche
 from jaxche.replicas import _placement as placement
 from jaxche.replicas import _replica_mesh as replica_mesh
-from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._placement import (
     DevicePlacement,
     ShardedPlacement,
@@ -22,6 +21,7 @@ from jaxche.replicas._placement import (
     make_placements,
     merges_on_host,
 )
+from jaxche.replicas._table import HOST_COLUMNS
 from jaxche.sharding import (
     FullShard,
     HybridShard,

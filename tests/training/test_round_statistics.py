@@ -30,7 +30,7 @@ def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
     sums = [[0.0, 16.0, losses[0], 4.0], [0.0, 8.0, losses[1], 8.0]]
     numbers = np.float32(np.concatenate([rows, sums], axis=1))
     for name, (rank, value) in host.items():
-        numbers[rank, module._COLUMN.get(name, module._NOT_FINITE)] = value
+        numbers[rank, [*module.HOST_COLUMNS, "not_finite"].index(name)] = value
     return RoundStatistics(numbers, Columns(("mae",)))
 
 
@@ -60,7 +60,7 @@ def test_plans_that_differ_stop_the_run():
 
 def test_rows_of_which_all_differ_within_agree_with_nobody_either():
     numbers = table()._numbers
-    numbers[:, [module._COLUMN["plan_high"], module._COLUMN["plan_low"]]] = module.DIFFERS
+    numbers[:, [module.HOST_COLUMNS.index(name) for name in ("plan_high", "plan_low")]] = module.DIFFERS
     with pytest.raises(PlanMismatchError, match=r"ranks \[0, 1\]"):
         refuse(RoundStatistics(numbers, Columns(("mae",))))
 
@@ -90,7 +90,7 @@ def test_a_replica_names_only_the_batches_that_it_trained_on():
 
 def test_a_merge_that_is_not_finite_names_all_batches():
     counts = table(count=(0, 2.0))._numbers
-    counts[1, module._COLUMN["count"]] = 1
+    counts[1, module.HOST_COLUMNS.index("count")] = 1
     with pytest.raises(NonFiniteLossError, match="the merged parameters") as caught:
         refuse(RoundStatistics(counts, Columns(("mae",))), merged=False)
     assert caught.value.rank is None
