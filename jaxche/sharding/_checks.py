@@ -93,6 +93,8 @@ def _refuse_update(error: Exception) -> NoReturn:
         line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
     if "opaque" in str(error):  # optax.contrib.sam, which takes a gradient of its own
         line = "optax.contrib.sam without opaque_mode=True, as in docs/recipes.md"
+    if "batch dimension" in str(error):  # optax.contrib.dpsgd
+        line = "a loss that clips the gradient of each example, and optax.add_noise in tx, as in docs/recipes.md"
     raise ValueError(
         "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
         f"{type(error).__name__}: {error}; write e.g. {line}"
@@ -251,7 +253,10 @@ def batch_size(batch: Any) -> int:
                     f"{of} is a list of numbers, which JAX takes as a scalar each; write np.asarray(x) for it, and pad "
                     "rows of different lengths to one"
                 )
-            raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
+            raise ValueError(
+                f"{name} is a scalar, and every array of a batch needs a leading batch axis; write np.full(n, x), "
+                "which has the number once for each of the n examples"
+            )
         sizes[name] = shape[0]
     if not sizes:
         raise ValueError("a batch without arrays; return a pytree of arrays with a leading batch axis")

@@ -27,6 +27,7 @@ from jaxche.data import (
 )
 from jaxche.messages import brief
 from jaxche.replicas import (
+    Begin,
     Columns,
     Correction,
     DevicePlacement,
@@ -123,6 +124,7 @@ class Engine:
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
         self._rules: MergeRules | None = None
+        self._starts: dict[int, Begin] = {}  # by the number of ranks; JAX compiles each of these functions once
         self._shapes: Any = None
         self._replica_mesh: Any = None
         self._merge: Any = None  # none before :meth:`prepare`

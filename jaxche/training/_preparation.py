@@ -17,6 +17,7 @@ from jaxche.cadence import RoundPlan
 from jaxche.data import SequenceReader, is_stream
 from jaxche.replicas import (
     HOST_COLUMNS,
+    Begin,
     Columns,
     DevicePlacement,
     LocalPrograms,
@@ -59,28 +60,33 @@ class PreparedEngine(Engine):
 
     def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
         """Put the same parameters and states on every local replica."""
+        if is_maker(params) and not self._placements[0].makes_pieces:
+            params = params()  # once, so that all replicas get the same numbers
+        self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
+        start = self._starts.setdefault(self.world_size, self._start(self.world_size))
+        return tuple(
+            LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
+        )
+
+    def _start(self, world_size: int) -> Begin:
+        """The function that makes the trees of a local state."""
+        settings, is_sharded = self._settings, self._placements[0].makes_pieces
 
         def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
             tx = self._tx
             if (given := opt_state) is not None:
-                tx = optax.GradientTransformation(lambda params: given, self._settings.tx.update)
-                tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
-            outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
-            scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
+                tx = optax.GradientTransformation(lambda params: given, settings.tx.update)
+                tx = tx if settings.scaling is None else settings.scaling.transform(tx)
+            outer_state = outer_init(settings.outer, params) if settings.outer else None
+            scaled = settings.scaling.start(params) if settings.scaling else {}
             opt_state = jax.tree.map(jnp.asarray, tx.init(params))  # it may have Python's numbers
             local = LocalState(params, opt_state, model_state, outer_state, **scaled)
-            if self._settings.wire != "float32":  # "auto" may take codes later
-                is_sharded = self._placements[0].makes_pieces
-                residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)
+            if settings.wire != "float32":  # "auto" may take codes later
+                residual = zero_residual(params, settings.coded_moments(local), world_size, is_sharded)
                 local = local._replace(residual=residual)
             return add_replica_axis(local)._asdict()
 
-        if is_maker(params) and not self._placements[0].makes_pieces:
-            params = params()  # once, so that all replicas get the same numbers
-        self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
-        return tuple(
-            LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
-        )
+        return start
 
     def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
         """Continue with these ranks of the start, renumbered in this order; compiled steps are kept."""

@@ -200,7 +200,7 @@ MISTAKES = [
     ("name of an optimizer", lambda: trainer(tx="adam"), "tx='adam'", "tx=optax.adam("),
     ("optax.lbfgs", lambda: trainer(tx=optax.lbfgs()), "tx searches along its direction", "linesearch=None"),
     ("learning rate as tx", lambda: trainer(tx=0.1), "tx=0.1", "tx=optax.adam("),
-    ("scalar in a batch", lambda: fit(data=batches(scale=1.0)), "['scale'] is a scalar", "x[None]"),
+    ("scalar in a batch", lambda: fit(data=batches(scale=1.0)), "['scale'] is a scalar", "np.full(n, x)"),
     ("unequal axes", lambda: fit(data=batches(y=X[:5])), "['y']: 5", "the same examples"),
     ("integers in params", lambda: fit(params=PARAMS | {"n": np.arange(3)}), "params['n'] is int", "model_state="),
     ("NaN in the data", lambda: fit(data=with_number(np.nan)), "NaN in ['x'] of batch 2 of epoch 0 (row 1)", "nan_to"),

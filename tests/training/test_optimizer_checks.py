@@ -82,7 +82,7 @@ OPAQUE = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
         ),
         (OPAQUE, r"unexpected keyword argument 'value'; write e\.g\. optax\.contrib\.sam without opaque_mode=True"),
         (optax.GradientTransformation(OPAQUE.init, OPAQUE.update), r"must be provided.*sam without opaque_mode=True"),
-        (optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), "per_example"),
+        (optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), "per_example.*clips the gradient of each"),
     ],
 )
 def test_other_needs_of_an_optimizer_are_named(devices, tx, named):

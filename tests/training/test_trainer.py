@@ -366,6 +366,17 @@ def test_a_compilation_amid_a_round_is_no_time_of_its_merge(devices, monkeypatch
     assert state.clock_ms < 1e5
 
 
+def test_a_second_start_compiles_nothing(problem, devices, caplog):
+    """As for the evaluation of other parameters, or for each rate of a sweep."""
+    trainer = jaxche.Trainer(problem.loss, optax.adam(1e-2), replicas=devices[:2])
+    trainer.init(problem.params)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        trainer.init(jax.tree.map(lambda x: x + 1, problem.params))
+        assert "jit(start)" not in caplog.text
+        jaxche.Trainer(problem.loss, optax.adam(1e-2), replicas=devices[:2]).init(problem.params)
+        assert "jit(start)" in caplog.text
+
+
 @pytest.mark.parametrize("policy", ["cadence", "sync"])
 def test_the_loss_is_traced_once_for_all_replicas_and_by_the_caller(devices, policy):
     """Settings of JAX are those of a thread: what the caller sets around ``fit`` holds for every batch."""
