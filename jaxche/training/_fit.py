@@ -320,6 +320,7 @@ class _Arguments(NamedTuple):
         end = End.of_fit(state, **limits)
         size = trainer._readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
         every = {name: as_every(name, value) for name, value in self.frequencies.items()}
+        end = end._replace(stops=tuple(one.steps for one in every.values() if one is not None and one.steps))
         self._refuse_unused(every)
         config = self.checkpoints
         if config is not None and not isinstance(config, Checkpoints):

@@ -37,13 +37,15 @@ _MIN_EXTRA_MS = 200.0
 class End(NamedTuple):
     """Training ends at the first of these totals of a run, in the order of :class:`~jaxche.reports.Reached`.
 
-    None is no limit. All processes compare equal numbers, so they end after the same round.
+    None is no limit. All processes compare equal numbers, so they end after the same round. A round of a single
+    replica, which merges nothing, also ends at each multiple of the numbers of steps in ``stops``.
     """
 
     steps: int | None = None
     examples: int | None = None
     epochs: int | None = None
     seconds: float | None = None
+    stops: tuple[int, ...] = ()
 
     @classmethod
     def of_fit(
@@ -71,7 +73,7 @@ class End(NamedTuple):
 
     def is_reached(self, state: TrainerState) -> bool:
         """Whether the run of this state has ended."""
-        return any(limit is not None and done >= limit for limit, done in zip(self, state.reached, strict=True))
+        return any(limit is not None and done >= limit for limit, done in zip(self[:-1], state.reached, strict=True))
 
     def batches_left(self, state: TrainerState, batch_size: int) -> int | None:
         """The most batches of the next round, at least one; None for no limit.
@@ -209,7 +211,7 @@ def next_plan(state: TrainerState, size: int, rules: PlanRules, end: End = ENDLE
         total = _even_total(joined, left)
         # Whole steps, so that each has as many rows; the rest comes last.
         return plan.cut(total - total % shares.joined if total > shares.joined else total)
-    policy, counts = rules.policy_of(state), _whole_counts(state, rules, left)
+    policy, counts = rules.policy_of(state), _whole_counts(state, rules, left, end.stops)
     if policy is ApplyPolicy.ASYNC and not state.pending_batches:  # rounds cross the end of an epoch
         whole = None if end.epochs is None else (end.epochs - epoch) * size - start
         left = min((limit for limit in (whole, most) if limit is not None), default=None)
@@ -237,11 +239,11 @@ def _steps_of_shares(state: TrainerState, shares: RowShares, rules: PlanRules) -
     return shared_steps(state.che, shares.rows, max(shares.times()), most_ms, shares.joined)
 
 
-def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:
+def _whole_counts(state: TrainerState, rules: PlanRules, left: int, stops: Sequence[int]) -> Sequence[int]:
     """The batches of each rank in a whole round; ``left`` are those to the end of the epoch or of the run."""
     che, pending, one_each = state.che, state.pending_batches, (1,) * rules.world_size
     if che is None:
-        return one_each if pending else (_solo_steps(state, rules),)
+        return one_each if pending else (_solo_steps(state, rules, stops),)
     if pending:
         return che.batch_counts
     if state.choice is not None and state.choice.active:
@@ -249,12 +251,13 @@ def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[
     return one_each if rules.policy_of(state) is ApplyPolicy.SYNC else che.batch_counts
 
 
-def _solo_steps(state: TrainerState, rules: PlanRules) -> int:
+def _solo_steps(state: TrainerState, rules: PlanRules, stops: Sequence[int]) -> int:
     """The steps of a single replica in a whole round, by the mean time of those before; they double at most."""
-    if rules.solo_steps is not None:
-        return rules.solo_steps
-    lasting = _SOLO_MS * state.steps / state.clock_ms if state.clock_ms else 0
-    return max(SOLO_ROUND, min(state.steps, int(lasting)))
+    number = rules.solo_steps
+    if number is None:
+        lasting = _SOLO_MS * state.steps / state.clock_ms if state.clock_ms else 0
+        number = max(SOLO_ROUND, min(state.steps, int(lasting)))
+    return min([number, *(every - state.steps % every for every in stops)])
 
 
 # A rest at the end is joined with the round before it if it is shorter than this part of that round.

@@ -342,6 +342,14 @@ class Log(jaxche.reports.Logger):
         self.steps.append(info.steps_done)
 
 
+def test_a_single_replica_is_evaluated_at_the_steps_that_are_asked_for(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(1e-2), replicas=devices[:1])
+    options = {"validation": problem.data, "eval_every": 3, "log_every": 4, "progress": False}
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, max_steps=12, **options)
+    assert [info.steps_done for info in history if info.validation] == [3, 6, 9, 12]
+    assert {4, 8} <= {info.steps_done for info in history}
+
+
 def test_loggers_get_what_log_every_says_and_other_callbacks_all(on_fleet, problem):
     trainer, state = on_fleet
     log, all_rounds, every = Log(), [], Log()

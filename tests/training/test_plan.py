@@ -1,5 +1,7 @@
 """Plans follow from the state alone: what is owed first, the epoch's end kept, time bounded."""
 
+from dataclasses import replace
+
 import optax
 import pytest
 from hypothesis import given
@@ -50,6 +52,16 @@ def test_the_rounds_of_a_single_replica_grow_to_two_seconds_of_short_steps(steps
     given = state(che=None, steps=steps, clock_ms=clock_ms)
     assert next_plan(given, 10_000, rules(world_size=1)).counts == (count,)
     assert next_plan(given, 10_000, rules(world_size=1)._replace(solo_steps=7)).counts == (7,)
+
+
+def test_the_rounds_of_a_single_replica_end_where_something_is_due():
+    seen, now = [], state(che=None)
+    while now.steps < 60:
+        plan = next_plan(now, 24, rules(world_size=1), End(stops=(10, 25)))
+        now = replace(now, steps=now.steps + plan.total, cursor=(now.cursor + plan.total) % 24)
+        seen.append(now.steps)
+    assert {10, 20, 24, 25, 30, 40, 48, 50, 60} <= set(seen)
+    assert next_plan(state(), 100, rules(), End(stops=(1,))).total == next_plan(state(), 100, rules()).total
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
