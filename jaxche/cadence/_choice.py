@@ -24,8 +24,8 @@ from jaxche.cadence._tuners import (
     shared_worth,
 )
 
-# Progress of one update with the gradients of k batches, in steps on one batch, or of one step each of k replicas of
-# equal speed on whole batches: k to this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
+# An update from k batches makes as much progress as k ** _AT_ONCE updates from one; so do k replicas of equal speed
+# that take a step each and merge. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
 _AT_ONCE = 0.75
 # Progress of local steps beside merges, relative to steps that wait for them: moments are not merged. It falls further
 # with the time until the result of a merge comes in.
@@ -52,8 +52,8 @@ class Choice:
 
     Attributes:
       policy: ``sync`` or ``cadence``.
-      joined: batches in an update under ``sync``; under ``cadence`` those that a local step of all shares, 0 for steps
-        on whole batches.
+      joined: batches in an update under ``sync``; under ``cadence`` the batches that replicas share in each local step,
+        0 if each step is on a whole batch.
       active: whether each replica takes part; the others stay idle. Empty for all.
       reason: why, in one line.
       since: the round of the choice.

@@ -66,8 +66,8 @@ class ElChe(CadenceState):
         cadence; they are measured.
       batch_counts: batches of each rank in the next round; empty for ``anchor`` each.
       ms_per_batch: smoothed milliseconds a batch of each rank; 0.0 before the first report.
-      ms_samples: the steady tuner's last three reports, newest first, in ms a batch.
-      sync_samples: its last three known merge times, newest first, in ms.
+      ms_samples: the last three reports in ms a batch, newest first; not with the seed tuner.
+      sync_samples: the last three known merge times in ms, newest first; not with the seed tuner.
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
       exchange_samples: the last three known times of the exchange at the end of a round with ``overlap``, newest first.
       round_ms: the best length of a round in ms by the progress tuner; 0.0 before it is known. It may be shorter than
@@ -244,7 +244,7 @@ class ElChe(CadenceState):
         travel_ms: float = 0.0,
         exchange_ms: float = 0.0,
     ) -> ElChe:
-        r"""Update speeds from a round, then the anchor from the overhead, then the counts.
+        r"""The cadence after a round: new speeds, then the anchor that the tuner chooses, then the counts.
 
         Args:
           wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.

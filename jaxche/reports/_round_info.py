@@ -61,12 +61,12 @@ class RoundInfo:
         :math:`2 (R - 1) / R` times the bytes of an all-reduce.
       overlapped: with ``overlap=``, the steps that each replica took while the merge of the round before was in flight;
         empty if no merge was. Drift is then of that merge, and ``sync_ms`` the part of it that was not hidden.
-      hidden_ms: the part of it that was.
+      hidden_ms: with ``overlap=``, the time of that merge that ran beside steps.
       wire: the wire of the merge.
       overlap: the argument of the trainer, 0 where it waits for each merge.
       group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
       groups: with ``groups=``, the number of the group of each replica, -1 for a replica in none.
-      group_ms: the part of ``sync_ms`` for the others, which are within groups.
+      group_ms: with ``groups=``, the part of ``sync_ms`` that merges within groups took.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax

@@ -302,12 +302,12 @@ class Engine:
         Returns one feed for each local replica, and the milliseconds of compilation.
         """
         plan, given = planned.plan, planned.given
-        # Steps on parts of batches have no time limit; some may be without rows, and these are not the last ones.
+        # A step on a part of a batch may have no rows, and any step may be such a one: a replay runs all planned steps.
         counts = plan.counts if plan.shares else given.done or plan.counts
         feeds = planned.reader.begin(plan, planned.state, self.ranks, counts, given.keeps)
         for replica, feed in zip(self._replicas, feeds, strict=True):
-            # Gradients are summed: those of two batches, each with its rows, are that of the joined batch. A local step
-            # makes an update for each shape.
+            # On one device a step whose pieces have unlike shapes runs them one after the other: their gradients add up
+            # to that of the joined batch, and a local step makes an update for each shape.
             feed.divides = isinstance(replica.placement, DevicePlacement)
         return feeds, self._compile_other_sizes(planned, feeds)
 

@@ -324,8 +324,8 @@ def _report(
     before, correction = state.che, state.correction
     if before is None:
         return None, correction, Verdict.CALM
-    # For the tuner of the seed, a round that the end of an epoch cuts short does not measure the overhead of a whole
-    # round. The others take the cost of a merge from any.
+    # The seed tuner learns the overhead from whole rounds only, and the end of an epoch may cut one short. The other
+    # tuners take the cost of a merge from every round.
     is_whole = planned.policy is ApplyPolicy.SYNC or before.tuner != "seed" or counts == before.limited_counts
     wall_ms, reported = table.wall_ms, counts
     if plan.shares:

@@ -1,4 +1,4 @@
-"""Merge rules against ALGORITHMS' closed forms: f_i = (x - c_i)^2 / 2, learning rate 0.1."""
+"""Merge rules against closed forms: f_i = (x - c_i)^2 / 2, learning rate 0.1."""
 
 import math
 

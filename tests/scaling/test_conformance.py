@@ -1,4 +1,4 @@
-"""Every published case of AdaptDL's scaling rules, to the digits given (ALGORITHMS, section 7)."""
+"""Every published case of AdaptDL's scaling rules, to the digits given."""
 
 from types import SimpleNamespace
 
