@@ -503,8 +503,8 @@ def summary(results: Results, cells: Sequence[Cell]) -> str:
     Ratios are of the losses of one seed, medians over the seeds that both have; below 1 is better.
     """
     lines = [
-        "| cell | seeds | fast device alone | best plain | auto | auto to best plain | best by hand | auto to it |",
-        "|---|---|---|---|---|---|---|---|",
+        "| cell | s | seeds | fast device alone | best plain | auto | auto to best plain | best by hand | auto to it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
         found = {name: results.best(cell, name, "annealed") for name, arm in ARMS.items() if cell.holds(arm)}
@@ -524,6 +524,7 @@ def summary(results: Results, cells: Sequence[Cell]) -> str:
         ]
         columns = [
             f"{cell.task}, {cell.fleet} at {cell.sync_ms:g} ms" + f", {cell.fixed_ms:g} ms fixed" * (cell.fixed_ms > 0),
+            f"{cell.deadline_s:g}",
             str(len(losses["auto"])),
             f"{middle[BASELINE]:.3f}",
             f"{middle[plain]:.3f}, {plain}",
