@@ -66,7 +66,7 @@ def customize():
         if (file := Path(folder, "sitecustomize.py")).exists():
             sys.path.append(folder)
             runpy.run_path(str(file))
-    if "STANDIN_RANKS" in os.environ:
+    if "STANDIN_RANKS" in os.environ and str(HERE / "plugins") in sys.path:  # not for a coordinator
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
         importlib.import_module("jax_plugins.standin").initialize()
 
