@@ -144,7 +144,8 @@ def test_the_next_batch_of_an_iterator_is_refused_before_anything_is_compiled(pr
 def test_it_is_refused_where_it_comes_later_and_where_it_is_saved(problem, devices, tmp_path):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 1))
-    batches = [problem.data[i] for i in range(12)]
+    # More than both replicas read, whichever is first.
+    batches = [problem.data.epoch(e)[i] for e in range(5) for i in range(12)]
     with pytest.raises(ValueError, match="is not the same when it is read again"):
         trainer.round(state, Stream(batches), counts=(1, 1))
     with pytest.raises(ValueError, match="is not the same when it is read again"):
