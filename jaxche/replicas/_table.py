@@ -18,11 +18,11 @@ class HostColumns(NamedTuple):
 
     Attributes:
       count: steps.
-      batches: batches of these steps: a step may run a part of a batch.
+      batches: batches of these steps: a step may run a part of a batch. The parts of joined batches add up to them, and
+        a replica may have one without rows, and no step.
       wall_ms: time of the steps.
       group_ms: time in merges with its group, waits included.
-      compile_ms: time in which it compiled for batches of other shapes, in neither ``wall_ms`` nor
-        ``group_ms``.
+      compile_ms: time in which it compiled for batches of other shapes, in neither ``wall_ms`` nor ``group_ms``.
       prepare_ms: time in which its process compiled before the round, for new shares of rows.
       last_sync_ms: cost of the merge before this one.
       last_hidden_ms: the part of it that ran beside steps.

@@ -53,7 +53,7 @@ _PLACE = "the compilation before the first step"
 
 
 class PreparedEngine(Engine):
-    """An engine that places its replicas, compiles their programs once, and makes the merge anew when they change."""
+    """An engine that places its replicas, compiles their programs once, and makes the merge again when they change."""
 
     _merge_type: Any = Merge  # of several replicas
     _own_resources: Sequence[tuple[int, dict[str, int], float]] = ()  # of the local replicas, once they are compiled
