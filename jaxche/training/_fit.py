@@ -70,9 +70,9 @@ def fit(
       epochs: how many more epochs, from the state's own epoch on. None is one epoch, or no limit if there is another;
         an iterator, which can be read once, has one.
       callbacks: functions ``callback(state, info)`` called after every round, and after the evaluation of that round,
-        on every process. A true result stops training; with several processes all stop after the next round, even if
-        only one callback asks to. Let a callback that watches a loss read ``info.validation``: ``info.loss`` is a mean
-        over the examples of one round, and rounds differ in length.
+        on every process. One that returns True stops training; with several processes all stop after the next round,
+        even if only one callback asks to. Let a callback that watches a loss read ``info.validation``: ``info.loss`` is
+        a mean over the examples of one round, and rounds differ in length.
       progress: show a bar on rank 0 (lines if stderr is not a terminal). Its first epoch is 1, as in ``jaxche train``;
         in ``RoundInfo.epoch`` it is 0.
       dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the history of
