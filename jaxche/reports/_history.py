@@ -49,6 +49,10 @@ class History(list[RoundInfo]):
     def __add__(self, other: Any) -> Any:
         return History(super().__add__(other), getattr(other, "memory", ()) or self.memory)
 
+    def copy(self) -> History:
+        """The same rounds in another list."""
+        return self[:]
+
     @property
     def efficiency(self) -> float:
         """Number of batches relative to a run of the same duration without waits and merges."""

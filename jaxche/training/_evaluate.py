@@ -226,12 +226,20 @@ def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metric
         )
     programs, updates = trainer._metric_programs, metrics is not None
     for program in programs:
-        if program.metric_fn == metric_fn and program.updates == updates:
+        if program.updates == updates and _is_same(program.metric_fn, metric_fn):
             return program
     scalars_only = metric_fn is None and trainer._settings.outputs is not None
     programs.append(MetricProgram(trainer._settings.loss_fn, metric_fn, trainer._settings.seed, updates, scalars_only))
     del programs[:-_PROGRAMS]
     return programs[-1]
+
+
+def _is_same(function: Any, other: Any) -> bool:
+    """Whether two functions are one, or equal for good, as their hash says: objects without one may change."""
+    try:
+        return function is other or (hash(function) == hash(other) and function == other)
+    except TypeError:
+        return False
 
 
 def evaluate(

@@ -43,6 +43,13 @@ def test_a_sum_of_histories_is_one(round_info):
         assert both.memory == one.memory
 
 
+def test_a_copy_is_a_history(round_info):
+    history = History([round_info()], [{"rank": 0}])
+    copy = history.copy()
+    copy.append(round_info(round=1))
+    assert (len(history), len(copy), copy.table().count("\n"), copy.memory) == (1, 2, 2, history.memory)
+
+
 def test_effective_batch(round_info):
     """(10, 4) steps, weighted by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
     assert round_info().effective_batch == pytest.approx(32 * (116 / 14) / (1064 / 196))

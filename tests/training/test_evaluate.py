@@ -1,7 +1,10 @@
 """Evaluation: every example once, on whatever replicas there are, with the numbers of a loop over the data."""
 
+import dataclasses
+import functools
 import threading
 import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -459,6 +462,43 @@ def test_programs_are_kept_for_the_functions_of_the_last_evaluations(trained):
     assert program.compilations <= compiled + 1  # the smaller batch on the other replica
     trainer.evaluate(state, problem.data, lambda params, batch: {"j": 1.0})
     assert len(trainer._metric_programs) == 4
+
+
+class Metric(NamedTuple):
+    """Equal to others with its scale, and hashable unless that is an array."""
+
+    scale: Any
+
+    def __call__(self, params, batch):
+        return {"scale": jnp.sum(self.scale) + 0.0 * batch["x"].sum()}
+
+
+@dataclasses.dataclass
+class Changing:
+    """Equal to others with its scale now, and not hashable."""
+
+    scale: float
+
+    def __call__(self, params, batch):
+        return {"scale": self.scale + 0.0 * batch["x"].sum()}
+
+    def metric(self, params, batch):
+        return self(params, batch)
+
+
+def test_equal_functions_share_a_program_only_for_good(trained):
+    problem, trainer, state = trained()
+    evaluate = functools.partial(trainer.evaluate, state, problem.data)
+    assert [evaluate(Metric(scale))["scale"] for scale in (1.0, 2.0, 1.0)] == [1.0, 2.0, 1.0]
+    assert len(trainer._metric_programs) == 2
+    assert [evaluate(Metric(np.full(2, scale)))["scale"] for scale in (1.0, 2.0)] == [2.0, 4.0]
+    changing = Changing(3.0)
+    assert evaluate(changing)["scale"] == 3.0
+    changing.scale = 5.0
+    assert evaluate(Changing(5.0))["scale"] == 5.0
+    programs = len(trainer._metric_programs)
+    assert evaluate(changing.metric) == evaluate(changing.metric) == {"scale": 5.0}
+    assert len(trainer._metric_programs) == programs
 
 
 def test_batches_are_dealt_out_by_speed_in_the_order_of_the_processes():
