@@ -18,13 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxche.averaging import Weighted
 from jaxche.sharding import (
     Device,
-    FullShard,
-    HybridShard,
-    HybridShardGradOp,
     Layout,
-    NoShard,
     RemoteDevice,
-    ShardGradOp,
     ShardingStrategy,
     batch_size,
     check_strategy,
@@ -227,13 +222,7 @@ class ShardedPlacement:
 
     def resized(self, width: int) -> ShardedPlacement:
         """The same devices in rows of ``width`` shards, each row a copy."""
-        min_size, scanned = self._strategy.min_size, self._strategy.scanned
-        if isinstance(self._strategy, (FullShard, HybridShard)):
-            strategy = HybridShard(width, min_size=min_size, scanned=scanned)
-        elif isinstance(self._strategy, (ShardGradOp, HybridShardGradOp)):
-            strategy = HybridShardGradOp(width, min_size=min_size, scanned=scanned)
-        else:
-            strategy = NoShard(min_size=min_size, scanned=scanned)
+        strategy = self._strategy.across_nodes(width)
         return ShardedPlacement(strategy.mesh(list(self.devices.flat)), strategy, self._decided.shapes)
 
     def specs(self, name: str, tree: Any) -> Any:
@@ -333,7 +322,7 @@ def make_placements(
                 "all devices of a process, or replicas=jaxche.devices() for one of each device"
             )
         replicas = _of_processes(strategy)
-    if virtual and replicas is None and isinstance(strategy, NoShard):
+    if virtual and replicas is None and not strategy.shards_state:
         replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
     if isinstance(replicas, int | jax.Device | Mesh):
         one = f"jaxche.devices()[:{replicas}]" if isinstance(replicas, int) else "[replica]"
@@ -356,9 +345,9 @@ def make_placements(
             "replicas has CPU devices only, because jax.devices() lists no accelerators in this run; to train on them "
             "write replicas=jaxche.devices()"
         )
-    if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
-        strategy = _within_node(strategy)
-    if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
+    if replicas is None:
+        strategy = strategy.within_node()
+    if not strategy.shards_state and not any(isinstance(r, Mesh) for r in given):
         return [DevicePlacement(device) for device in given]
     return _sharded_placements([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
 
@@ -377,25 +366,20 @@ def check_local_devices(devices: Sequence[Device]) -> None:
 
 
 def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
-    if isinstance(strategy, NoShard):
+    if not strategy.shards_state:
         return devices()
-    if isinstance(strategy, HybridShard | HybridShardGradOp):
+    if (inside := strategy.within_node()) is not strategy:
         nodes = strategy.mesh(devices()).devices  # refuses a node size that does not divide the devices
-        return [_within_node(strategy).mesh(node) for node in nodes]
+        return [inside.mesh(node) for node in nodes]
     return _of_processes(strategy)
 
 
 def _of_processes(strategy: ShardingStrategy) -> list[Any]:
     """The devices of each process as one replica."""
     found = devices_by_process().values()
-    if isinstance(strategy, NoShard) and all(len(own) == 1 for own in found):
+    if not strategy.shards_state and all(len(own) == 1 for own in found):
         return [device for own in found for device in own]
     return [strategy.mesh(own) for own in found]
-
-
-def _within_node(strategy: Any) -> ShardingStrategy:
-    inside = FullShard if isinstance(strategy, HybridShard) else ShardGradOp
-    return inside(min_size=strategy.min_size, scanned=strategy.scanned)
 
 
 def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -121,6 +121,14 @@ class ShardingStrategy:
         """
         return Layout(self, mesh, params).params
 
+    def within_node(self) -> ShardingStrategy:
+        """The strategy of the devices of one node: a hybrid strategy is another one there."""
+        return self
+
+    def across_nodes(self, intra_node_size: int) -> ShardingStrategy:
+        """The same slices over nodes of so many devices, each node with a copy of them."""
+        return self
+
     def _shape(self, devices: int) -> tuple[int, ...]:
         return (devices,)
 
@@ -149,6 +157,9 @@ class FullShard(ShardingStrategy):
       [[10.0, 20.0], [30.0, 40.0]]
     """
 
+    def across_nodes(self, intra_node_size: int) -> ShardingStrategy:
+        return HybridShard(intra_node_size, min_size=self.min_size, scanned=self.scanned)
+
 
 @dataclass(frozen=True)
 class ShardGradOp(ShardingStrategy):
@@ -169,6 +180,9 @@ class ShardGradOp(ShardingStrategy):
     """
 
     shards_params: ClassVar[bool] = False
+
+    def across_nodes(self, intra_node_size: int) -> ShardingStrategy:
+        return HybridShardGradOp(intra_node_size, min_size=self.min_size, scanned=self.scanned)
 
 
 @dataclass(frozen=True)
@@ -202,6 +216,13 @@ class _Hybrid(ShardingStrategy):
         write = f"{type(self).__name__}(intra_node_size=8)"  # no number of devices: that would start JAX's backend
         size = whole_number("intra_node_size", self.intra_node_size, 1, write)
         object.__setattr__(self, "intra_node_size", size)
+
+    def within_node(self) -> ShardingStrategy:
+        inside = FullShard if self.shards_params else ShardGradOp
+        return inside(min_size=self.min_size, scanned=self.scanned)
+
+    def across_nodes(self, intra_node_size: int) -> ShardingStrategy:
+        return replace(self, intra_node_size=intra_node_size)
 
     @property
     def _example_devices(self) -> int:

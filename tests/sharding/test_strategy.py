@@ -109,3 +109,12 @@ from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"min_size": 8, "scanned": ("layers",)}])
+def test_a_strategy_across_nodes_is_itself_within_one(options):
+    pairs = [(FullShard, HybridShard), (ShardGradOp, HybridShardGradOp)]
+    for inside, hybrid in pairs:
+        assert inside(**options).across_nodes(2) == hybrid(4, **options).across_nodes(2) == hybrid(2, **options)
+        assert hybrid(2, **options).within_node() == inside(**options).within_node() == inside(**options)
+    assert NoShard(**options).across_nodes(2) == NoShard(**options).within_node() == NoShard(**options)
