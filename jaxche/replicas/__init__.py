@@ -35,7 +35,6 @@ from jaxche.replicas._placement import merges_on_host as merges_on_host
 from jaxche.replicas._placement import spans_processes as spans_processes
 from jaxche.replicas._placement import without_replica_axis as without_replica_axis
 from jaxche.replicas._programs import Carry as Carry
-from jaxche.replicas._programs import Columns as Columns
 from jaxche.replicas._programs import Constants as Constants
 from jaxche.replicas._programs import LocalPrograms as LocalPrograms
 from jaxche.replicas._programs import LocalState as LocalState
@@ -60,6 +59,7 @@ from jaxche.replicas._table import HOST_COLUMNS as HOST_COLUMNS
 from jaxche.replicas._table import NOT_FINITE as NOT_FINITE
 from jaxche.replicas._table import ROW_MODULUS as ROW_MODULUS
 from jaxche.replicas._table import SUMS as SUMS
+from jaxche.replicas._table import Columns as Columns
 from jaxche.replicas._table import HostColumns as HostColumns
 
 # For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.

@@ -1,10 +1,9 @@
-"""The compiled programs of a replica's local steps, and the state, constants, carry and sums of a round."""
+"""The compiled programs of a replica's local steps, and the state, constants and carry of a round."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +13,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxche.averaging import Weighted, add_weighted, is_float, zero_sums
+from jaxche.averaging import add_weighted, is_float, zero_sums
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._packing import Deferred, Packed, Packing
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, update_in_round
+from jaxche.replicas._table import Columns
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import batch_size, mean_of
 
@@ -45,53 +45,6 @@ def stayed_finite(before: Any, after: Any) -> Any:
 def non_finite_flag(finite: Any) -> Any:
     """The column ``not_finite`` of one replica, ``[1, 1]``: 1 if a number is not finite."""
     return 1 - jnp.float32(finite)[None, None]
-
-
-class MetricsError(ValueError):
-    """A loss function that returns other metrics for another batch."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns ``[examples, loss, *metrics, *weights]``.
-
-    A mean over a batch counts with its examples: its column has the mean times the examples. A
-    :class:`~jaxche.Weighted` counts with its own weight: its column has the total, and its weight has a column too.
-    """
-
-    metrics: tuple[str, ...] = ()
-    weighted: tuple[int, ...] = ()  # positions in (loss, *metrics)
-
-    @classmethod
-    def of(cls, loss: Any, metrics: dict[str, Any]) -> Columns:
-        """The columns for a loss function that returns values like these."""
-        names = tuple(sorted(metrics))
-        values = (loss, *(metrics[name] for name in names))
-        return cls(names, tuple(i for i, value in enumerate(values) if isinstance(value, Weighted)))
-
-    @property
-    def count(self) -> int:
-        """The number of columns."""
-        return 2 + len(self.metrics) + len(self.weighted)
-
-    def weight_of(self, position: int) -> int:
-        """The column with the weights of the loss (position 0) or of a metric; column 0 has the examples."""
-        return 2 + len(self.metrics) + self.weighted.index(position) if position in self.weighted else 0
-
-    def __str__(self) -> str:
-        names = ("the loss", *(f"metric {name!r}" for name in self.metrics))
-        return ", ".join(f"{name} as a Weighted" if i in self.weighted else name for i, name in enumerate(names))
-
-    def row(self, loss: Any, metrics: dict[str, Any], examples: Any) -> Any:
-        """The numbers that a batch adds to the sums, ``[columns]``; MetricsError for other columns than these."""
-        if (found := Columns.of(loss, metrics)) != self:
-            raise MetricsError(
-                f"loss_fn returned {found} for a batch, and {self} for the first; return the same for every batch: a "
-                "metric of some batches is a jaxche.Weighted in all of them, in the others jaxche.Weighted(0.0, 0.0)"
-            )
-        values = [loss, *(metrics[name] for name in self.metrics)]
-        sums = [value.total if isinstance(value, Weighted) else value * examples for value in values]
-        return jnp.stack([examples, *sums, *(values[i].weight for i in self.weighted)])
 
 
 class Steps(NamedTuple):
@@ -421,7 +374,7 @@ class LocalPrograms:
             tracked = self._scaling.accumulate(carry.tracked, start.noise, grads, row[0], start.preconditioner)
             carry = carry._replace(tracked=tracked)
         before, grads = add_replica_axis(carry.grads), self._packed_grads(add_replica_axis(grads))
-        summed = add_weighted(before, grads, row[self._columns.weight_of(0)])
+        summed = add_weighted(before, grads, row[self._columns.weights[0]])
         return carry._replace(grads=drop_replica_axis(summed)), loss, *outputs
 
 

@@ -17,8 +17,9 @@ from jaxche.data import Feed, Key
 from jaxche.distributed import Group
 from jaxche.replicas._outputs import BatchOutputs, of_step
 from jaxche.replicas._placement import BatchPlacement, spans_processes
-from jaxche.replicas._programs import Carry, Constants, LocalState, MetricsError, Programs, Steps
+from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.replicas._scaling import MergeScale
+from jaxche.replicas._table import MetricsError
 from jaxche.sharding import batch_size, nbytes_per_device
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold

@@ -165,7 +165,7 @@ class PreparedEngine(Engine):
                 self._code["code of outer"] = update_digest(self._settings.outer, one[0])
         self.columns = Columns.of(shapes[0], shapes[1][0])
         check_model_state(one[1], shapes[1][1])
-        loss_weight = self.columns.weight_of(0)
+        loss_weight = self.columns.weights[0]
         if loss_weight and self._settings.scaling is not None:
             raise ValueError(
                 "loss_fn returns a jaxche.Weighted, and scaling= measures the noise of gradients by examples; return "

@@ -128,8 +128,8 @@ class RoundStatistics:
         # The sum of the examples, rounded, has the multiple of ROW_MODULUS.
         self.examples = host["rows"] + ROW_MODULUS * np.round((sums[:, 0] - host["rows"]) / ROW_MODULUS)
         # Of the loss, and of each metric.
-        weights = [sums[:, columns.weight_of(position)] for position in range(1 + len(columns.metrics))]
-        own = columns.weight_of(0) != 0
+        weights = [sums[:, column] for column in columns.weights]
+        own = columns.weights[0] != 0
         self.weights = np.where(self.examples, weights[0].clip(TINY_WEIGHT), 0) if own else weights[0]
         self.losses = tuple(_ratio(sums[:, 1], weights[0]).tolist())
         self.loss, *metrics = (float(_ratio(sums[:, 1 + i].sum(), one.sum())) for i, one in enumerate(weights))

@@ -14,8 +14,7 @@ from jaxche.data import SequenceReader
 from jaxche.distributed import Group
 from jaxche.replicas._merge import reduce_rows
 from jaxche.replicas._merge_program import _fednova_step
-from jaxche.replicas._programs import Columns
-from jaxche.replicas._table import HOST_COLUMNS
+from jaxche.replicas._table import HOST_COLUMNS, Columns
 from jaxche.training import PlanMismatchError, TrainerState
 from jaxche.training._plan import PlannedRound
 from jaxche.training._round import RoundStatistics

@@ -12,8 +12,9 @@ from jaxche.distributed import Group
 from jaxche.replicas import _replica
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
-from jaxche.replicas._programs import Columns, LocalPrograms, LocalState
+from jaxche.replicas._programs import LocalPrograms, LocalState
 from jaxche.replicas._replica import Replica
+from jaxche.replicas._table import Columns
 from jaxche.training import PaceError
 
 

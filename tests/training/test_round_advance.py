@@ -13,8 +13,7 @@ from jaxche.cadence._divergence import GrowthGuard
 from jaxche.data import SequenceReader
 from jaxche.replicas._merge import Merged
 from jaxche.replicas._merge_program import Report
-from jaxche.replicas._programs import Columns
-from jaxche.replicas._table import HOST_COLUMNS, ROW_MODULUS
+from jaxche.replicas._table import HOST_COLUMNS, ROW_MODULUS, Columns
 from jaxche.training import TrainerState
 from jaxche.training._plan import PlannedRound
 from jaxche.training._round import RoundStatistics, RoundTimes, advance

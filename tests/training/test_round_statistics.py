@@ -8,8 +8,8 @@ import pytest
 from jaxche.cadence import DivergenceCorrection, RoundPlan
 from jaxche.data import SequenceReader
 from jaxche.distributed import Group, RankError
-from jaxche.replicas._programs import Columns
 from jaxche.replicas._replica import LocalResult
+from jaxche.replicas._table import Columns
 from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState, _non_finite
 from jaxche.training import _round as module
 from jaxche.training._plan import PlannedRound
