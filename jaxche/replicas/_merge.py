@@ -58,10 +58,11 @@ class Merge:
         self._replica_mesh = replica_mesh
         self.nbytes: int | None = None  # that each replica sends, once traced
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
-        # Optimizer states that stay with their replica are no input of the global program.
+        # The fields of a carry that are averaged are in ``sent``. Optimizer states that stay with their replica are no
+        # input of the global program.
         if average == "parameters":
             self._common = ("params", "model_state", "outer_state")
-            self._sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
+            self.sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
             made = ("params", "model_state", "outer_state", *(("opt_state",) if opt_state != "local" else ()))
             schedules = are_schedules(local.opt_state)  # one for each count
             self._merges_counts = bool(schedules) and (any(schedules) or opt_state == "average")
@@ -69,7 +70,7 @@ class Merge:
                 self._common, made = (*self._common, "residual"), (*made, "residual")
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
-            self._sent = ("grads", "model_state")
+            self.sent = ("grads", "model_state")
             made, self._merges_counts = self._common, False
         made = (*made, "counts") if self._merges_counts else made
         if scaling is not None:
@@ -145,7 +146,7 @@ class Merge:
         """The arguments of the program."""
         stack = self._replica_mesh.stack
         # Not donated, because no result has these shapes.
-        measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
+        measured = [carry.measured for carry in carries]
         known = self._views_of(starts)
         names = [name for name in self._common if name not in known]
         packed = {name: packing for name, packing in self._packings.items() if name in names}
@@ -153,11 +154,11 @@ class Merge:
         common = [trees | start.packed(packed) for trees, start in zip(common, starts, strict=True)]
         if self._merges_counts:
             common = [tree | {"counts": start.counts} for tree, start in zip(common, starts, strict=True)]
-            if "opt_state" not in self._sent:  # a donated buffer must not be passed twice
+            if "opt_state" not in self.sent:  # a donated buffer must not be passed twice
                 measured = [m | {"counts": counts_of(c.opt_state)} for m, c in zip(measured, carries, strict=True)]
         return (
             stack(common) | {name: known[name] for name in self._common if name in known},
-            stack([self._packed({name: getattr(carry, name) for name in self._sent}) for carry in carries]),
+            stack([self._packed({name: getattr(carry, name) for name in self.sent}) for carry in carries]),
             stack(measured),
             self._replica_mesh.rows(rows),
         )
@@ -173,7 +174,7 @@ class Merge:
         """The merged trees of each replica of this process; an optimizer state that no step reads is deferred."""
         unstack = self._replica_mesh.unstack
         # With averaged gradients only the merge reads the optimizer's state, and it takes the view of all replicas.
-        later = {"opt_state"} & merged.keys() if self._replica_mesh.keeps_buffers and "grads" in self._sent else set()
+        later = {"opt_state"} & merged.keys() if self._replica_mesh.keeps_buffers and "grads" in self.sent else set()
         parts = unstack({name: tree for name, tree in merged.items() if name not in later})
         rows = functools.cache(lambda: unstack({name: merged[name] for name in later}))
         for i, part in enumerate(parts):
@@ -198,11 +199,6 @@ class Merge:
         if views is None or views.replica_mesh is not self._replica_mesh or any(row.views is not views for row in rows):
             return {}
         return views.trees
-
-
-def _present(carry: Carry, *names: str) -> dict[str, Any]:
-    found = {name: getattr(carry, name) for name in names}
-    return {name: tree for name, tree in found.items() if tree is not None}
 
 
 def reduce_rows(table: np.ndarray) -> np.ndarray:
@@ -230,7 +226,7 @@ class SingleReplica:
         if self._spans:
             # The processes of the replica stop and fail together.
             rows = reduce_rows(np.stack(self._group.all_gather(rows.tolist()), axis=1))
-        local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state, residual=start.residual)
+        local = start._replace(params=carry.params, opt_state=carry.opt_state, model_state=carry.model_state)
         table = np.concatenate([rows, *jax.device_get([carry.not_finite, carry.sums])], axis=1)
         if self._scaling is None:
             return Merged((local,), table)

@@ -137,8 +137,8 @@ class OverlappedMerge:
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         """Exchange the table, then merge, and wait for both."""
         self.exchange(starts, carries, rows)
-        merged = self._merge(starts, _copied(carries), rows)
-        for local, carry, one in zip(starts, _copied(carries), merged.local_states, strict=True):
+        merged = self._merge(starts, self._copied(carries), rows)
+        for local, carry, one in zip(starts, self._copied(carries), merged.local_states, strict=True):
             corrected(local, carry, one)  # compiles it before any clock starts
         return merged
 
@@ -156,7 +156,7 @@ class OverlappedMerge:
         """The table of the round, and the replicas as they are; ``starts`` are those of the last merge."""
         self.wait()
         stack = self._replica_mesh.stack
-        measured = [{"sums": carry.sums, "not_finite": carry.not_finite} for carry in carries]
+        measured = [carry.measured for carry in carries]
         before: list[dict[str, Any]] = [{} for _ in starts]
         if self._has_schedules:
             before = [{"counts": start.counts} for start in starts]
@@ -186,19 +186,16 @@ class OverlappedMerge:
         def merge() -> tuple[Merged, float]:
             clock = time.perf_counter()
             # On CPU devices beside those of the replicas it takes copies already.
-            merged = self._merge(starts, carries if self._pool else _copied(carries), rows)
+            merged = self._merge(starts, carries if self._pool else self._copied(carries), rows)
             return merged, 1e3 * (time.perf_counter() - clock)
 
         self._last = called_now(merge) if self._pool is None else self._pool.submit(merge)
         return MergeInFlight(wall_ms, cost_ms, self._last)
 
-
-def _copied(carries: Sequence[Carry]) -> list[Carry]:
-    """Copies of carries, for a merge that takes their buffers: the replicas continue with the carries themselves."""
-    return [
-        carry._replace(**jax.tree.map(jnp.copy, {"params": carry.params, "model_state": carry.model_state}))
-        for carry in carries
-    ]
+    def _copied(self, carries: Sequence[Carry]) -> list[Carry]:
+        """Copies of carries for a merge, which takes their buffers: the replicas continue with the carries."""
+        sent = [{name: getattr(carry, name) for name in self._merge.sent} for carry in carries]
+        return [carry._replace(**jax.tree.map(jnp.copy, own)) for carry, own in zip(carries, sent, strict=True)]
 
 
 def _snapshot(start: LocalState, carry: Carry, part: dict[str, Any]) -> LocalState:

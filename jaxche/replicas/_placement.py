@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,39 @@ _log = logging.getLogger("jaxche")
 Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]
 
 
+class NamedTree(NamedTuple):
+    """How the arrays of a named tree lie on the devices of a replica."""
+
+    # Cut as the parameters or the gradients are; mirrored: cut as the gradient of the parameter with their path and
+    # shape, if there is one; or whole on each device.
+    layout: Literal["params", "grads", "residual", "mirrored", "whole"]
+    # Whether they have a leading axis of 1, the replica's row of the ``[R, ...]`` view.
+    has_axis: bool = True
+
+
+# Every field of a local state, and of the constants and the carry of a round.
+TREES = {
+    "params": NamedTree("params"),
+    "grads": NamedTree("grads"),
+    "residual": NamedTree("residual"),
+    "opt_state": NamedTree("mirrored"),
+    "outer_state": NamedTree("mirrored"),
+    "noise": NamedTree("mirrored"),
+    "tracked": NamedTree("mirrored"),
+    "preconditioner": NamedTree("mirrored"),
+    "model_state": NamedTree("whole"),
+    "progress": NamedTree("whole"),
+    "scaled": NamedTree("whole"),
+    "sums": NamedTree("whole"),
+    "not_finite": NamedTree("whole"),
+    "counts": NamedTree("whole"),
+    "index": NamedTree("whole", has_axis=False),
+    "stride": NamedTree("whole", has_axis=False),
+    "merge_scale": NamedTree("whole", has_axis=False),
+    "frozen": NamedTree("whole", has_axis=False),
+}
+
+
 class BatchPlacement(Protocol):
     """The devices of a replica, in two axes."""
 
@@ -49,10 +82,10 @@ class BatchPlacement(Protocol):
 
 
 class Placement(BatchPlacement, Protocol):
-    """The devices of a replica, ``[copies, shards]``, and the layout of its arrays.
+    """The devices of a replica, ``[copies, shards]``, and the layout of its arrays, which follows from :data:`TREES`.
 
-    Arrays have a leading axis of 1, the replica's row of the ``[R, ...]`` view; inside programs only named trees have
-    it. With ``makes_pieces`` each device computes its own shards of parameters from a function.
+    Inside programs only named trees have a replica axis. With ``makes_pieces`` each device computes its own shards of
+    parameters from a function.
     """
 
     compiler_options: Any
@@ -195,10 +228,6 @@ def _without_axes(x: Any) -> Any:
     return np.asarray(x) if not is_key and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types else x
 
 
-# The named trees that every device holds whole.
-_WHOLE = ("model_state", "progress", "sums", "scaled", "index", "merge_scale", "stride", "counts", "not_finite")
-
-
 class ShardedPlacement:
     """A replica on a mesh with the axes of its sharding strategy; ``shapes`` are those of the parameters."""
 
@@ -226,16 +255,18 @@ class ShardedPlacement:
         return ShardedPlacement(strategy.mesh(list(self.devices.flat)), strategy, self._decided.shapes)
 
     def specs(self, name: str, tree: Any) -> Any:
-        if name == "params":
-            return self._decided.params_specs
-        if name == "grads":
-            return self._decided.grads_specs
-        if name == "residual":
-            return tree and tree._replace(own=self._decided.grads_specs)
-        if name in _WHOLE:
-            return P()
-        # Optimizer states and other trees with the shapes of the parameters.
-        return self._decided.mirrored(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree))
+        layout = self._decided
+        match TREES[name].layout:
+            case "params":
+                return layout.params_specs
+            case "grads":
+                return layout.grads_specs
+            case "residual":
+                return tree and tree._replace(own=layout.grads_specs)
+            case "mirrored":
+                return layout.mirrored(without_replica_axis(tree))
+            case "whole":
+                return P()
 
     def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return value_and_grad(call, self._decided)

@@ -16,7 +16,7 @@ from jax import lax
 from jaxche.averaging import add_weighted, is_float, zero_sums
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._packing import Deferred, Packed, Packing
-from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
+from jaxche.replicas._placement import TREES, Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, update_in_round
 from jaxche.replicas._table import Columns
@@ -121,15 +121,10 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-# The fields of constants and carries without a replica axis.
-_WITHOUT_AXIS = frozenset({"frozen", "stride", "merge_scale", "index"})
-
-
 class Constants(NamedTuple):
     """The inputs that all steps of a round share; fields that the settings do not need are None.
 
-    Arrays have a leading axis of 1, except ``frozen``, ``stride`` and ``merge_scale``. To dispatch an array in the
-    carry costs ten times as much.
+    To dispatch an array in the carry costs ten times as much.
     """
 
     # The frozen arrays of the loss function.
@@ -147,14 +142,12 @@ class Constants(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The carry of the steps of a round; fields that the settings do not need are None.
-
-    Arrays have a leading axis of 1, except ``index``, the number of the next batch, for its random key. ``sums`` has
-    the :class:`Columns` of the loss function.
-    """
+    """The carry of the steps of a round; fields that the settings do not need are None."""
 
     model_state: Any
+    # The number of the next batch, for its random key.
     index: Any
+    # With the :class:`Columns` of the loss function.
     sums: Any
     # If parameters are averaged: those of the replica.
     params: Any = None
@@ -167,6 +160,12 @@ class Carry(NamedTuple):
     noise: Any = None
     # At the end of a round: 1 if a number became NaN or infinite.
     not_finite: Any = None
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """The fields that a merge reads, beside the trees of which it takes the mean."""
+        found = {name: getattr(self, name) for name in ("sums", "not_finite", "tracked", "scaled")}
+        return {name: tree for name, tree in found.items() if tree is not None}
 
 
 class Programs(Protocol):
@@ -380,8 +379,7 @@ class LocalPrograms:
 
 def _mapped(change: Callable[[Any], Any], trees: Any) -> Any:
     """Constants or a carry with all changed that has a replica axis."""
-    have = {name: tree for name, tree in trees._asdict().items() if name not in _WITHOUT_AXIS}
-    return trees._replace(**{name: change(tree) for name, tree in have.items()})
+    return trees._replace(**{name: change(tree) for name, tree in trees._asdict().items() if TREES[name].has_axis})
 
 
 def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:

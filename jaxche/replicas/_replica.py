@@ -375,7 +375,7 @@ class RoundMemory(NamedTuple):
     by_purpose: dict[str, int]  # all of them, and "in all"
 
 
-def round_memory(local: Any, executable: Any, in_flight: int) -> RoundMemory:
+def round_memory(local: LocalState, executable: Any, in_flight: int) -> RoundMemory:
     """The memory of a round with these compiled steps.
 
     A round keeps the given state and works on a copy, with ``in_flight`` batches dispatched ahead.
@@ -390,7 +390,7 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> RoundMemory:
     fixed = {
         "parameters": nbytes_per_device(local.params),
         "optimizer state": nbytes_per_device(local.opt_state),
-        "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
+        "model state": nbytes_per_device(local._replace(params=None, opt_state=None, residual=None)),
         **({"unsent changes": nbytes_per_device(local.residual)} if local.residual is not None else {}),
         **({"frozen arrays": frozen} if frozen else {}),
         "working copy": nbytes_per_device(carry, carry_shardings),

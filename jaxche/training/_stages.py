@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxche.averaging import add_weighted, measure_drift, zero_sums
 from jaxche.distributed import Group
 from jaxche.replicas import (
+    TREES,
     Begin,
     Carry,
     Constants,
@@ -333,7 +334,11 @@ class StageMerge:
     def _of_stage(
         self, stage: int, starts: Sequence[LocalState], carries: Sequence[Any]
     ) -> tuple[list[LocalState], list[Carry]]:
-        own = [_carry_of(one, stage, devices[stage]) for one, devices in zip(carries, self._devices, strict=True)]
+        # The last stage counts the examples, and the merge of each stage needs them for its weights.
+        own = [
+            _stage_of(carry, stage)._replace(**jax.device_put(carry.measured, devices[stage]))
+            for carry, devices in zip(carries, self._devices, strict=True)
+        ]
         return [_stage_of(start, stage) for start in starts], own
 
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> Merged:
@@ -360,16 +365,10 @@ def _joined_report(reports: Sequence[Report]) -> Report:
     return reports[0]._replace(drift=float(drift), drift_direction=float(direction), finite=finite, **sums)
 
 
-def _stage_of(local: LocalState, stage: int) -> LocalState:
-    return local._replace(**{name: getattr(local, name)[stage] for name in _STAGE_TREES})
-
-
-def _carry_of(carry: Carry, stage: int, device: Device) -> Carry:
-    trees = {name: getattr(carry, name) for name in ("params", "opt_state", "grads")}
-    own = {name: tree and tree[stage] for name, tree in trees.items()}
-    # The last stage counts the examples, and the merge of each stage needs them for its weights.
-    sums, not_finite = jax.device_put((carry.sums, carry.not_finite), device)
-    return carry._replace(**own, sums=sums, not_finite=not_finite)
+def _stage_of(trees: Any, stage: int) -> Any:
+    """The local state, or the carry, of one stage."""
+    own = {name: tree for name, tree in trees._asdict().items() if TREES[name].layout != "whole" and tree}
+    return trees._replace(**{name: tree[stage] for name, tree in own.items()})
 
 
 class StagedEngine(PreparedEngine):

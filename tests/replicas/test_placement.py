@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
+from jaxche.replicas import Carry, Constants, LocalState
 from jaxche.replicas import _placement as placement
 from jaxche.replicas import _replica_mesh as replica_mesh
 from jaxche.replicas._placement import (
+    TREES,
     DevicePlacement,
     ShardedPlacement,
     check_local_devices,
@@ -413,3 +415,16 @@ def test_arrays_of_a_mesh_with_explicit_axes_start_a_run(devices, spec):
     ends = [trainer.fit(state, data, max_steps=4, progress=False)[0] for state in given]
     chex.assert_trees_all_equal(*(trainer.params(state) for state in ends))
     chex.assert_trees_all_equal(*(trainer.model_state(state)["mean"] for state in ends))
+
+
+def test_every_tree_of_a_replica_says_how_it_lies_on_devices():
+    fields = {*LocalState._fields, *Constants._fields, *Carry._fields}
+    assert fields == TREES.keys(), "TREES in replicas/_placement.py has a line for each field of these classes"
+
+
+def test_a_merge_gets_every_field_of_a_carry_or_only_steps_need_it():
+    carry = Carry(*Carry._fields)
+    averaged, of_steps = {"params", "opt_state", "grads", "model_state"}, {"index", "noise"}
+    assert {*carry.measured} | averaged | of_steps == {*Carry._fields}, (
+        "add the new field to Carry.measured, or, if no merge reads it, to this test"
+    )
