@@ -20,7 +20,6 @@ from jaxche.replicas._outputs import in_order as in_order
 from jaxche.replicas._overlap import Correction as Correction
 from jaxche.replicas._overlap import MergeInFlight as MergeInFlight
 from jaxche.replicas._overlap import OverlappedMerge as OverlappedMerge
-from jaxche.replicas._packing import packings as packings
 from jaxche.replicas._placement import TREES as TREES
 from jaxche.replicas._placement import BatchPlacement as BatchPlacement
 from jaxche.replicas._placement import Begin as Begin

@@ -24,6 +24,7 @@ from jaxche.averaging import (
     split_like,
     sum_dtype,
     weighted,
+    zero_sums,
 )
 from jaxche.replicas._placement import Placement
 from jaxche.replicas._replica_mesh import AXIS
@@ -46,9 +47,8 @@ def zero_residual(params: Any, moments: Any, replicas: int, is_sharded: bool) ->
 
     Arguments are arrays or shapes without a replica axis; ``moments`` is the optimizer's state if it is averaged.
     """
-    own = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
     size = _part_size(params, moments, replicas, is_sharded)
-    return Residual(own, None if size is None else jnp.zeros(size, jnp.float32))
+    return Residual(zero_sums(params), None if size is None else jnp.zeros(size, jnp.float32))
 
 
 def fitted(residual: Residual | None, moments: Any, replicas: int, placement: Placement) -> Residual | None:

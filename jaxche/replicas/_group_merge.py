@@ -102,12 +102,8 @@ def group_pauses(
 ) -> list[list[Correction | GroupPause]]:
     """The pauses of each replica in a round: the merges with its group, and the correction of a merge in flight.
 
-    Args:
-      groups: the replicas of each group, by their place in this process.
-      counts: steps of each replica of this process in the round.
-      merges: merges of the round, its last one included, which is that of all replicas.
-      average_moments: whether the moments of the optimizer are merged.
-      corrections: of each replica, or None.
+    ``groups`` have replicas by their place in this process. ``merges`` are those of the round, the last one, of all
+    replicas, included.
     """
     pauses: list[list[Correction | GroupPause]] = [[one] if one else [] for one in corrections]
     for group in groups:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
-from jaxche.replicas._packing import Deferred, Packed, packings
+from jaxche.replicas._packing import Deferred, Packed
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
@@ -78,9 +78,7 @@ class Merge:
             self._common = (*self._common, "noise", "progress", *preconditioner)
             made = (*made, "noise", "progress")
         trees = local._asdict() | {"grads": local.params, "counts": counts_of(local.opt_state)}
-        # Arrays of a sharded replica have several layouts.
-        packed = () if replica_mesh.inner else rules.packed(local.opt_state)
-        self._packings = packings({name: trees[name] for name in packed}, replica_mesh.small_bytes)
+        self._packings = rules.packings(replica_mesh, local)
         # The leaves of the optimizer state that a reset leaves to the replica.
         self._kept = are_accumulators(local.opt_state) if opt_state == "reset" and average == "parameters" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)

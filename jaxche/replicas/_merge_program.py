@@ -23,7 +23,7 @@ from jaxche.averaging import (
     weighted,
 )
 from jaxche.replicas._coded_merge import Means, Residual, agreement, coded_sums
-from jaxche.replicas._packing import Packing
+from jaxche.replicas._packing import Packing, packings
 from jaxche.replicas._placement import add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
@@ -56,7 +56,13 @@ class MergeRules(NamedTuple):
     loss_weight: int = 0
     wire: str = "float32"
 
-    def packed(self, opt_state: Any) -> tuple[str, ...]:
+    def packings(self, replica_mesh: ReplicaMesh, local: LocalState) -> dict[str, Packing]:
+        """The packings of the trees that are sent packed; arrays of a sharded replica have several layouts."""
+        names = () if replica_mesh.inner else self._packed(local.opt_state)
+        trees = local._asdict() | {"grads": local.params}
+        return packings({name: trees[name] for name in names}, replica_mesh.small_bytes)
+
+    def _packed(self, opt_state: Any) -> tuple[str, ...]:
         """The trees that are sent packed, where replicas are single devices.
 
         A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within the

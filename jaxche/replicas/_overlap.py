@@ -38,15 +38,10 @@ from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_coun
 
 @dataclass(frozen=True, eq=False)
 class MergeInFlight:
-    """A merge that runs while its replicas train on.
+    """A merge that runs while its replicas train on."""
 
-    Attributes:
-      wall_ms: duration of the steps of its round.
-      cost_ms: its own duration on the clock of a virtual fleet, or None if its time is measured.
-    """
-
-    wall_ms: float
-    cost_ms: float | None
+    wall_ms: float  # duration of the steps of its round
+    cost_ms: float | None  # its own duration on the clock of a virtual fleet, or None if its time is measured
     _finished: Future[tuple[Merged, float]]
 
     @property

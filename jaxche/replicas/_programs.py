@@ -206,12 +206,12 @@ class LocalPrograms:
         average: str,
         seed: int,
         columns: Columns,
-        scaling: Scaling | None = None,
-        solo: bool = False,
-        packed: Mapping[str, Packing] | None = None,
+        scaling: Scaling | None,
+        solo: bool,
+        packed: Mapping[str, Packing],
     ):
         self._placement, self._loss, self._seed, self._solo = placement, loss, seed, solo
-        self._packings = dict(packed or {})
+        self._packings = dict(packed)
         self._grads_packing = self._packings.pop("grads", None)
         self._objective = placement.value_and_grad(loss.with_arrays)
         self._frozen = loss.put(placement)

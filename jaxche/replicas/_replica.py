@@ -142,7 +142,7 @@ class Replica:
         placement: BatchPlacement,
         programs: Programs,
         pace_ms: float | None,
-        batch_rows: int = 0,
+        batch_rows: int,
     ):
         self._group = group
         self.rank, self.placement, self._programs, self._pace_ms = rank, placement, programs, pace_ms
@@ -158,7 +158,7 @@ class Replica:
         """The constants and the carry of a round before its first step."""
         return self._programs.begin(local, np.uint32(index % 2**32), merge_scale)
 
-    def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, int, Any]:
+    def _executable(self, local: LocalState, batch: Any, begun: Any) -> tuple[Steps, int, Any]:
         """The steps compiled for the shapes of this batch, its rows, and the batch on the devices."""
         batch = self.placement.put(batch)
         if (key := _shapes_of(batch)) not in self._executables:
@@ -330,7 +330,7 @@ class Replica:
         """The milliseconds to which a step on this batch is padded."""
         if not self._pace_ms:
             return 0.0
-        return self._pace_ms * batch_size(batch) / (self.batch_rows or batch_size(batch))
+        return self._pace_ms * batch_size(batch) / self.batch_rows
 
     def memory(self, local: LocalState) -> RoundMemory:
         """Bytes that a round needs on a device, for the largest compiled batch."""

@@ -353,8 +353,7 @@ class Engine:
     def run(self, planned: PlannedRound, feeds: Sequence[Feed]) -> list[LocalResult]:
         """Run the local steps of a round on all local replicas at once; results hold the errors of failed replicas.
 
-        Raises:
-          PeerLostError: the merge in flight failed, which ends the round.
+        The error of a merge in flight is raised: it ends the round.
         """
         plan, limit_ms = planned.plan, planned.time_limit_ms
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts

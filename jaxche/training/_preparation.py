@@ -31,7 +31,6 @@ from jaxche.replicas import (
     add_replica_axis,
     check_rows,
     merge_carries,
-    packings,
     row_limit,
     without_replica_axis,
     zero_residual,
@@ -58,7 +57,7 @@ class PreparedEngine(Engine):
     _merge_type: Any = Merge  # of several replicas
     _own_resources: Sequence[tuple[int, dict[str, int], float]] = ()  # of the local replicas, once they are compiled
 
-    def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
+    def placement(self, params: Any, model_state: Any, opt_state: Any) -> tuple[LocalState, ...]:
         """Put the same parameters and states on every local replica."""
         if is_maker(params) and not self._placements[0].makes_pieces:
             params = params()  # once, so that all replicas get the same numbers
@@ -109,12 +108,7 @@ class PreparedEngine(Engine):
     def prepare(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
     ) -> None:
-        """Compile and warm up the programs of a round, and check that all processes agree; once.
-
-        Raises:
-          ValueError: a loss, batch or pace that cannot work, or processes that differ.
-          RankError: another process raised such an error.
-        """
+        """Compile and warm up the programs of a round, and check that all processes agree; once."""
         if self._replicas:
             return
         try:
@@ -173,12 +167,9 @@ class PreparedEngine(Engine):
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
         self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
-        solo, packed = len(self._settings.placements) == 1, {}
-        if not (solo or self._replica_mesh.inner or self._settings.overlap or self._settings.wire != "float32"):
-            trees = local._asdict() | {"grads": local.params}
-            names = self._rules.packed(local.opt_state)
-            packed = packings({name: trees[name] for name in names}, self._replica_mesh.small_bytes)
-
+        solo = len(self._settings.placements) == 1
+        unpacked = solo or self._settings.overlap or self._settings.wire != "float32"
+        packed = {} if unpacked else self._rules.packings(self._replica_mesh, local)
         made: list[LocalPrograms] = []
 
         def programs(placement: Placement) -> LocalPrograms:

@@ -143,21 +143,7 @@ class RoundStatistics:
         return RoundStatistics(numbers, self._columns)
 
     def check(self, planned: PlannedRound, group: Group, errors: Mapping[int, Exception], finite: bool) -> None:
-        """Raise an error on all hosts if the round failed.
-
-        Args:
-          planned: the round.
-          group: the processes.
-          errors: of the replicas of this process, by rank.
-          finite: the flag of the merge.
-
-        Raises:
-          Exception: the error of a local replica.
-          RankError: a replica of another process failed.
-          PlanMismatchError: the hosts planned different rounds.
-          ValueError: the data has no batches.
-          NonFiniteLossError: a loss, a gradient, a local state or the merged state is NaN or infinite.
-        """
+        """Raise an error on all hosts if the round failed; ``errors`` are those of local replicas, by rank."""
         plan = planned.plan
         if self._host["failed"].any():
             rank, error = next(iter(errors.items()), (0, None))

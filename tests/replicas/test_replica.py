@@ -23,11 +23,11 @@ def make(devices):
     def build(average="parameters", pace_ms=None, loss=lambda w, b: jnp.mean((w - b) ** 2)):
         tx = optax.sgd(0.1)
         placement = DevicePlacement(devices[3])
-        programs = LocalPrograms(placement, FrozenArrays(loss), tx, average, 0, Columns())
+        programs = LocalPrograms(placement, FrozenArrays(loss), tx, average, 0, Columns(), None, False, {})
         local = jax.device_put(
             add_replica_axis(LocalState(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3]
         )
-        return Replica(Group(), 3, placement, programs, pace_ms), local
+        return Replica(Group(), 3, placement, programs, pace_ms, 4), local
 
     return build
 
@@ -154,7 +154,7 @@ def test_compiling_again_copies_nothing(make, monkeypatch):
 def test_a_step_slower_than_its_pace_is_refused(make):
     replica, local = make(pace_ms=1e-4)
     with pytest.raises(PaceError, match=r"pace of rank 3 is 0\.0001 ms"):
-        replica.warm_up(local, np.ones(2, np.float32))
+        replica.warm_up(local, np.ones(4, np.float32))
     assert issubclass(PaceError, ValueError)
 
 
