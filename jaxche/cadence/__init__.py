@@ -6,6 +6,7 @@ from jaxche.cadence._choice import active_counts as active_counts
 from jaxche.cadence._choice import choose as choose
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict
+from jaxche.cadence._elche import TUNERS as TUNERS
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._groups import LEAST_MERGES as LEAST_MERGES
 from jaxche.cadence._groups import best_group_merges as best_group_merges
@@ -19,9 +20,9 @@ from jaxche.cadence._rounds import Piece as Piece
 from jaxche.cadence._rounds import interleave as interleave
 from jaxche.cadence._rounds import split_by_ratio as split_by_ratio
 from jaxche.cadence._row_shares import RowShares as RowShares
+from jaxche.cadence._shared_steps import shared_steps as shared_steps
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet
-from jaxche.cadence._tuners import exposed_ms as exposed_ms
-from jaxche.cadence._tuners import shared_steps as shared_steps
+from jaxche.cadence._tuner_progress import exposed_ms as exposed_ms
 from jaxche.cadence._wire_choice import AUTO_WIRES as AUTO_WIRES
 from jaxche.cadence._wire_choice import DEAR as DEAR
 from jaxche.cadence._wire_choice import WireChoice as WireChoice

@@ -10,19 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxche.cadence._elche import ElChe
+from jaxche.cadence._elche import TUNERS, ElChe
 from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import Cut, RowShares
-from jaxche.cadence._tuners import (
-    MergeCost,
-    best_round_ms,
-    best_shared_ms,
-    best_shared_steps,
-    effective_ranks,
-    half_life_ms,
-    more_steps,
-    shared_worth,
-)
+from jaxche.cadence._shared_steps import best_shared_ms, best_shared_steps, effective_ranks, more_steps, shared_worth
+from jaxche.cadence._tuner_progress import MergeCost, best_round_ms, half_life_ms
 
 # An update from k batches makes as much progress as k ** _AT_ONCE updates from one; so do k replicas of equal speed
 # that take a step each and merge. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
@@ -256,7 +248,7 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     sync_ms, local_ms = now.merges_ms(che.sync_samples)
     known = che.travel_samples and (local or round - now.since < now.patience)
     cuts, shared = shares.cuts(batch_rows, unit), 0
-    if che.tuner == "progress":  # which alone chooses a length for rounds of such steps
+    if TUNERS[che.tuner].chooses_round_ms:
         shared = (shares if local else shares.without()).fewest_joined(batch_rows, unit, cuts)
     more = 1.0
     if shared and (now.joined or not local):  # measured while they share batches, or to be tried so

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from jaxche.cadence._checks import finite_number
-from jaxche.cadence._elche import ElChe
+from jaxche.cadence._elche import TUNERS, ElChe
 
 # Growth of ln(drift) a local step: above the first the anchor may not grow, above the second it shrinks.
 SUPPRESS_RATE, NUDGE_RATE = 1e-3, 1e-2
@@ -132,7 +132,7 @@ class DivergenceCorrection:
         if calm >= CALM_PATIENCE:
             if ceiling is not None:
                 ceiling += max(1, ceiling // 4)
-            if che.tuner == "seed" and che.anchor < che.min_anchor:
+            if TUNERS[che.tuner].has_min_anchor and che.anchor < che.min_anchor:
                 che = che.relax_anchor_up()
             if ceiling is not None and che.anchor < ceiling:
                 ceiling = None

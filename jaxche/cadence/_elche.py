@@ -10,22 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence import _tuner_seed as seed
 from jaxche.cadence._checks import finite_number, whole_number
-from jaxche.cadence._rounds import clamp_counts, limit_lead, proportional_clamp
-from jaxche.cadence._tuners import (
-    LARGEST_COUNT,
-    CadenceState,
-    MergeCost,
-    progress,
+from jaxche.cadence._rounds import (
+    clamp_counts,
+    limit_lead,
+    proportional_clamp,
     ratio_counts,
     round_half_away,
     speed_ratios,
-    steady,
 )
+from jaxche.cadence._tuner import LARGEST_COUNT, CadenceState, Report
+from jaxche.cadence._tuner_progress import PROGRESS, MergeCost
+from jaxche.cadence._tuner_seed import SEED
+from jaxche.cadence._tuner_steady import STEADY
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
 
-TUNERS = ("seed", "steady", "progress")
+# A new tuner is a module like theirs, and a line here.
+TUNERS = {"seed": SEED, "steady": STEADY, "progress": PROGRESS}
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +179,8 @@ class ElChe(CadenceState):
             return ""
         sync_ms = median_low(self.sync_samples)
         cost = MergeCost.of(self.sync_samples, self.exchange_samples, self.overlap)
-        wanted_ms = self.round_ms if self.tuner == "progress" else cost.least_round_ms(self.overhead_target)
+        chosen_ms = TUNERS[self.tuner].chooses_round_ms
+        wanted_ms = self.round_ms if chosen_ms else cost.least_round_ms(self.overhead_target)
         wanted = math.ceil(wanted_ms / slow - 1e-9)
         if wanted <= self.max_anchor:
             return ""
@@ -268,14 +270,14 @@ class ElChe(CadenceState):
           (20, (46, 20), (10.0, 23.0))
         """
         wall, batches = timings(wall_ms, actual_batches, self.world_size)
-        sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0)
-        if self.tuner == "seed":
-            return self._updated(**seed.update(self, wall, batches, sync_ms))
-        exchange_ms = finite_number("exchange_ms", exchange_ms, "exchange_ms=1.0, or 0.0 if not known", least=0.0)
-        if self.tuner == "steady":
-            return self._updated(**steady(self, wall, batches, sync_ms, exchange_ms))
-        travel_ms = finite_number("travel_ms", travel_ms, "travel_ms=5000.0, or 0.0 if not known", least=0.0)
-        return self._updated(**progress(self, wall, batches, sync_ms, travel_ms, exchange_ms))
+        report = Report(
+            wall,
+            batches,
+            finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0),
+            finite_number("travel_ms", travel_ms, "travel_ms=5000.0, or 0.0 if not known", least=0.0),
+            finite_number("exchange_ms", exchange_ms, "exchange_ms=1.0, or 0.0 if not known", least=0.0),
+        )
+        return self._updated(**TUNERS[self.tuner].update(self, report))
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
         """Shrink the anchor to ⌈a · factor⌉, even below its start, so that replicas that drift apart merge sooner.
@@ -294,11 +296,8 @@ class ElChe(CadenceState):
         anchor = min(max(1, math.ceil(self.anchor * min(max(factor, 0.1), 1.0))), self.anchor)
         if not self.is_calibrated:
             return replace(self, anchor=anchor)
-        counts = self._in_proportion(anchor)
-        if self.tuner == "seed":
-            ms, current = np.array(self.ms_per_batch), np.array(self.batch_counts, np.float64)
-            counts = seed.choose_counts(anchor, ms, current, True, self.max_batch_diff)
-        return self._shortened(anchor, counts)
+        nudged = TUNERS[self.tuner].nudged
+        return self._shortened(anchor, nudged(self, anchor) if nudged else self._in_proportion(anchor))
 
     def relax_anchor_up(self) -> ElChe:
         """One more batch for the slowest rank, up to ``max_anchor``, and the others in proportion.

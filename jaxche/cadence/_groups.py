@@ -9,7 +9,7 @@ from statistics import median_low
 import numpy as np
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuners import half_life_ms
+from jaxche.cadence._tuner_progress import half_life_ms
 
 # A round has at least one merge of its groups, so that their cost is measured.
 LEAST_MERGES = 2

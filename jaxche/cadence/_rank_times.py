@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any
 
-from jaxche.cadence._tuners import JUMP, MEMORY
+from jaxche.cadence._tuner import JUMP, MEMORY
 
 # Sizes of a step whose times are stored.
 _SIZES = 4

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxche.cadence._checks import whole_number
+from jaxche.cadence._tuner import LARGEST_COUNT
 from jaxche.messages import brief
 
 # A prime near 2**32 over the golden ratio: modulo 2**32, a million of its multiples are at least 1,600 apart.
@@ -219,6 +220,25 @@ def _whole_numbers(name: str, row: Any) -> tuple[int, ...]:
         rank = min(range(len(numbers)), key=numbers.__getitem__)
         raise ValueError(f"{name}[{rank}]={numbers[rank]} must be at least 0; write 0 for an idle rank")
     return numbers
+
+
+def round_half_away(x: np.ndarray) -> np.ndarray:
+    """Round non-negative numbers as Rust does, halves up; NumPy and Python round halves to even."""
+    whole = np.floor(x)
+    return whole + (x - whole >= 0.5)
+
+
+def speed_ratios(ms: np.ndarray) -> np.ndarray:
+    """t_slow / t_i: exactly 1 for the slowest rank, and 1 for one never measured."""
+    with np.errstate(over="ignore"):
+        return np.minimum(np.divide(ms.max(), ms, out=np.ones_like(ms), where=ms > 0), LARGEST_COUNT)
+
+
+def ratio_counts(anchor: int, ratio: np.ndarray, max_lead: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(exact, whole) counts that fill the time of ``anchor`` slow batches: a t_slow / t_i, at most a + max_lead."""
+    exact = np.minimum(anchor * ratio, LARGEST_COUNT if max_lead is None else float(anchor + max_lead))
+    # Ratios are at least 1, so no count rounds to 0.
+    return exact, round_half_away(exact)
 
 
 def limit_lead(counts: Sequence[int], max_batch_diff: int | None) -> tuple[int, ...]:

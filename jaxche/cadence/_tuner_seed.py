@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._tuners import LARGEST_COUNT, CadenceState, round_half_away
+from jaxche.cadence._rounds import round_half_away
+from jaxche.cadence._tuner import LARGEST_COUNT, CadenceState, Report, Tuner
 
 
-def update(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
-    """The fields of ``che`` that a round's timings change."""
-    ms = blend_speeds(np.array(che.ms_per_batch), wall, batches)
+def update(che: CadenceState, report: Report) -> dict[str, Any]:
+    """The fields of ``che`` that a report changes."""
+    ms = blend_speeds(np.array(che.ms_per_batch), report.wall_ms, report.batches)
     if not ms.any():
         return {}
-    chosen = choose_anchor(che.anchor, che.min_anchor, che.max_anchor, che.overhead_target, float(wall.max()), sync_ms)
-    current = np.array(che.batch_counts, np.float64)
-    counts = choose_counts(chosen, ms, current, any(che.ms_per_batch), che.max_batch_diff)
-    return {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms}
+    chosen = choose_anchor(che, float(report.wall_ms.max()), report.sync_ms)
+    return {"anchor": chosen, "batch_counts": choose_counts(che, chosen, ms), "ms_per_batch": ms}
 
 
 def blend_speeds(ms: np.ndarray, wall: np.ndarray, batches: np.ndarray) -> np.ndarray:
@@ -34,29 +33,36 @@ def blend_speeds(ms: np.ndarray, wall: np.ndarray, batches: np.ndarray) -> np.nd
     return np.where(seen & (ms > 0), alpha * new + (1.0 - alpha) * ms, new)
 
 
-def choose_anchor(anchor: int, low: int, high: int, target: float, compute_ms: float, sync_ms: float) -> int:
+def choose_anchor(che: CadenceState, compute_ms: float, sync_ms: float) -> int:
     """Grow the anchor in proportion when the overhead passes the target; drop it by 1 below half the target."""
+    anchor, low, target = che.anchor, che.min_anchor, che.overhead_target
     if compute_ms <= 0 or sync_ms <= 0:
         return anchor
     overhead = sync_ms / compute_ms
     if overhead > target:
-        return max(low, math.ceil(min(anchor * (overhead / target), high)))
+        return max(low, math.ceil(min(anchor * (overhead / target), che.max_anchor)))
     return anchor - 1 if overhead < target * 0.5 and anchor > low else anchor
 
 
-def choose_counts(
-    anchor: int, ms: np.ndarray, current: np.ndarray, calibrated: bool, max_batch_diff: int | None
-) -> np.ndarray:
+def choose_counts(che: CadenceState, anchor: int, ms: np.ndarray) -> np.ndarray:
     """n_i = round(a t_slow / t_i), kept while it moves by 10 % or less, and moved by max_batch_diff at most."""
-    slow = ms.max()
+    slow, current = ms.max(), np.array(che.batch_counts, np.float64)
     level = (ms <= 0) | (np.abs(ms - slow) < 1e-6)
     with np.errstate(over="ignore"):
         ratio = np.divide(slow, ms, out=np.ones_like(ms), where=~level)
         wanted = round_half_away(np.minimum(anchor * ratio, LARGEST_COUNT))
     target = np.where(level, anchor, np.maximum(wanted, 1.0))
-    if not calibrated:
+    if not any(che.ms_per_batch):
         return target
-    moved = target
-    if max_batch_diff is not None:
-        moved = np.clip(target, np.maximum(current - max_batch_diff, 1.0), current + max_batch_diff)
+    moved, most = target, che.max_batch_diff
+    if most is not None:
+        moved = np.clip(target, np.maximum(current - most, 1.0), current + most)
     return np.where(np.abs(target - current) > current * 0.10, moved, current)
+
+
+def nudged(che: CadenceState, anchor: int) -> np.ndarray:
+    """The counts of a cadence whose anchor is lowered to ``anchor``."""
+    return choose_counts(che, anchor, np.array(che.ms_per_batch))
+
+
+SEED = Tuner(update, nudged, stores_merges=False, has_min_anchor=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuners import MEMORY
+from jaxche.cadence._tuner import MEMORY
 
 # The two wires to choose from: exact numbers, and the fewest bytes.
 AUTO_WIRES = ("float32", "int4")

@@ -10,6 +10,7 @@ import sys
 
 from jaxche.cli._command import Command, write_text
 from jaxche.cli._options import add_out, command_word, file_path, flag, integer, non_default_options, number, numbers
+from jaxche.cli._settings import SCHEDULERS
 
 _ABOUT = """\
 Each process has a replica: a copy of the model on its own device. Its rank is its number, from 0.
@@ -142,9 +143,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--events", type=file_path, metavar="FILE", help="append a JSON line for each start, exit, restart and round"
     )
     group = parser.add_argument_group("on a cluster")
-    group.add_argument(
-        "--emit", choices=("slurm", "jobset", "mpirun"), help="make a file that starts the script there, and exit"
-    )
+    group.add_argument("--emit", choices=SCHEDULERS, help="make a file that starts the script there, and exit")
     add_out(group, "the file of --emit (default: the screen)")
     group.add_argument(
         "--nodes",

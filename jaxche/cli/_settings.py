@@ -14,9 +14,11 @@ from jaxche.cli._options import flag, numbers
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe
 
-# Values of options. They repeat names of other packages, because `--help` must not import JAX.
+# Values of options. They repeat names of other packages, because `--help` must import neither JAX nor NumPy.
 POLICIES = ("sync", "cadence", "async", "auto")
 MERGE_RULES = ("steps", "batch", "fednova")
+TUNERS = ("seed", "steady", "progress")
+SCHEDULERS = ("slurm", "jobset", "mpirun")
 # Scaling rules without required arguments: the option's value, and the class in `jaxche`.
 SCALING_RULES = {
     "adamscale": "AdamScale",

@@ -18,6 +18,7 @@ from jaxche.cli._settings import (
     POLICIES,
     SCALING_RULES,
     TASKS,
+    TUNERS,
     pace_argument,
     policies,
     require,
@@ -155,7 +156,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tuner",
-        choices=("seed", "steady", "progress"),
+        choices=TUNERS,
         help="what chooses the length of rounds: progress, the most progress a second (default); steady, the shortest "
         "round that meets --overhead-target; seed, the method of flodl",
     )

@@ -13,6 +13,7 @@ from jaxche.cluster._jobset import jobset
 from jaxche.cluster._placement import TUNABLES
 from jaxche.distributed import COORDINATOR, ELASTIC, HANG_TIMEOUT, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
+SCHEDULERS = ("slurm", "jobset", "mpirun")
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120
 # Seconds between the signals of Open MPI to the other processes after a failure. Each restart waits for twice this.
@@ -265,8 +266,9 @@ def emit(
             f"--elastic with --nodes {nodes}: there is one process, and none continues after its death. "
             "Write: --nodes 2"
         )
-    if scheduler not in ("slurm", "jobset", "mpirun"):
-        raise ValueError(f"--emit {scheduler}: there are slurm, jobset and mpirun. Write: --emit slurm")
+    if scheduler not in SCHEDULERS:
+        *others, last = SCHEDULERS
+        raise ValueError(f"--emit {scheduler}: there are {', '.join(others)} and {last}. Write: --emit slurm")
     if isinstance(command, str):
         raise ValueError(f"command={command!r} must be a list of words. Write: {command.split()}")
     if not command:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxche.averaging import MERGE_RULES, WIRES
-from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
+from jaxche.cadence import AUTO_WIRES, TUNERS, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.messages import brief
 from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
@@ -89,8 +89,8 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, fleet: Any) -> 
         what = "measures merges, and on the clock of a fleet= without link_mbit= they cost the same with every wire"
     elif elastic:
         what = "changes the programs of all processes in a run, and an elastic run admits processes without them"
-    elif che is not None and che.tuner == "seed":
-        what = "follows the measured merges, which tuner='seed' does not keep"
+    elif che is not None and not TUNERS[che.tuner].stores_merges:
+        what = f"follows the measured merges, which tuner={che.tuner!r} does not keep"
     if what:
         raise ValueError(f"wire='auto' {what}; write wire='int4', or leave it out")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import (
+    TUNERS,
     ApplyPolicy,
     DivergenceCorrection,
     ElChe,
@@ -310,9 +311,9 @@ def _report(
     before, correction = state.che, state.correction
     if before is None:
         return None, correction, Verdict.CALM
-    # The seed tuner learns the overhead from whole rounds only, and the end of an epoch may cut one short. The other
-    # tuners take the cost of a merge from every round.
-    is_whole = planned.policy is ApplyPolicy.SYNC or before.tuner != "seed" or counts == before.limited_counts
+    # Without the times of merges a tuner learns from whole rounds only, and the end of an epoch may cut one short.
+    learns = planned.policy is ApplyPolicy.SYNC or TUNERS[before.tuner].stores_merges
+    is_whole = learns or counts == before.limited_counts
     wall_ms, reported = table.wall_ms, counts
     if plan.shares:
         # A cadence counts whole batches: report the time that one would have taken.

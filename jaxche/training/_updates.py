@@ -6,7 +6,7 @@ import logging
 
 import optax
 
-from jaxche.cadence import ApplyPolicy
+from jaxche.cadence import TUNERS, ApplyPolicy
 from jaxche.data import EPOCH_SIZE
 from jaxche.scaling import has_second_moments
 from jaxche.training._hooks import Hook, Run
@@ -42,7 +42,7 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
     """
     world, left, settings = trainer.world_size, run.batches_left, trainer._settings
     shares_batches = settings.rows == "speed" and trainer.policy is not ApplyPolicy.SYNC
-    shares_batches &= settings.che is not None and settings.che.tuner == "progress"  # with the others, whole batches
+    shares_batches &= settings.che is not None and TUNERS[settings.che.tuner].chooses_round_ms
     if (left is None and run.size == EPOCH_SIZE) or (shares_batches and settings.average == "parameters"):
         return None
     batches, span = (run.size, "an epoch") if left is None else (left, "this fit")

@@ -12,7 +12,8 @@ import pytest
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
 from jaxche.cadence._choice import Costs, alone_batches, options
-from jaxche.cadence._tuners import MergeCost, effective_ranks, more_steps, shared_worth
+from jaxche.cadence._shared_steps import effective_ranks, more_steps, shared_worth
+from jaxche.cadence._tuner_progress import MergeCost
 
 BATCH = 16
 

@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 
 import jaxche
-from jaxche.cadence._tuners import (
-    MergeCost,
-    best_round_ms,
+from jaxche.cadence import TUNERS
+from jaxche.cadence._shared_steps import (
     best_shared_ms,
     effective_ranks,
-    exposed_ms,
-    half_life_ms,
     more_steps,
-    progress_anchor,
     shared_round_ms,
     shared_steps,
     shared_worth,
 )
+from jaxche.cadence._tuner import Tuner
+from jaxche.cadence._tuner_progress import MergeCost, best_round_ms, exposed_ms, half_life_ms, progress_anchor
 
 SPEEDS = {"two": (20.0, 50.0), "four": (20.0, 20.0, 40.0, 80.0)}
 
@@ -262,3 +260,15 @@ def test_a_limit_that_binds_is_told(tuner):
     wanted = {"steady": "40 s, max_anchor=800", "progress": "2.85 s, max_anchor=57", "seed": ""}[tuner]
     assert che.limit == (wanted and f"max_anchor=10 limits rounds to 0.5 s; merges of 2 s ask for {wanted}")
     assert che.with_max_anchor(800).limit == ""
+
+
+def test_a_new_tuner_is_a_line_in_the_table(monkeypatch):
+    def longer(che, report):
+        return {"anchor": che.anchor + len(report.batches)}
+
+    monkeypatch.setitem(TUNERS, "fixed", Tuner(longer, nudged=lambda che, anchor: np.array([7, 7])))
+    che = jaxche.ElChe(2, 4, tuner="fixed").report_timing([20.0, 50.0], [1, 1], 1.0)
+    assert (che.anchor, che.batch_counts) == (6, (4, 4))
+    assert replace(che, ms_per_batch=(20.0, 50.0)).nudge_anchor_down(0.5).batch_counts == (7, 7)
+    with pytest.raises(ValueError, match='"progress", "fixed"'):
+        jaxche.ElChe(2, tuner="unknown")

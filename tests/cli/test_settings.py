@@ -4,10 +4,11 @@ import pytest
 
 import jaxche
 from jaxche.averaging import MERGE_RULES
-from jaxche.cadence import ApplyPolicy
+from jaxche.cadence import TUNERS, ApplyPolicy
 from jaxche.cli import _settings
 from jaxche.cli._main import make_parser
 from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
+from jaxche.cluster import SCHEDULERS
 from jaxche.scaling import AdaScale
 from jaxche.training import DEFAULT_CADENCE
 
@@ -19,7 +20,7 @@ def parse(*words):
 def test_option_values_match_the_packages():
     """`--help` lists them without importing these packages."""
     assert tuple(policy.value for policy in ApplyPolicy) == _settings.POLICIES
-    assert _settings.MERGE_RULES == MERGE_RULES
+    assert (MERGE_RULES, tuple(TUNERS), SCHEDULERS) == (_settings.MERGE_RULES, _settings.TUNERS, _settings.SCHEDULERS)
     for word, name in _settings.SCALING_RULES.items():
         assert name.lower().startswith(word)
         assert callable(getattr(jaxche, name)().lr_factor)

@@ -1,0 +1,100 @@
+"""Rounds of local steps that share batches: their best length, and the progress of such steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median_low
+
+import numpy as np
+
+from jaxche.cadence._tuner import CadenceState
+from jaxche.cadence._tuner_progress import MergeCost, half_life_ms
+
+# The round length at which such steps of N = 1 / Σ w² replicas make half of their progress, relative to τ / √N, and
+# their progress in short rounds, relative to as many steps of one device.
+_SHARED, _SHARED_WORTH = 0.65, 0.93
+
+
+def best_shared_ms(cost: MergeCost, tau: float, replicas: float) -> float:
+    """The round length T with the most progress where local steps share batches, T / (T + C) · worth(T).
+
+    2 T³ + C T² = C T₀²,  with overlap as :func:`best_round_ms`
+    """
+    half = _shared_scale(tau, replicas)
+
+    def best(ms: float) -> float:
+        length = (ms * half**2 / 2) ** (1 / 3)
+        for _ in range(8):  # Newton's method from above, on a function that is convex there
+            length -= (2 * length**3 + ms * (length**2 - half**2)) / (6 * length**2 + 2 * ms * length or 1)
+        return length
+
+    return cost.best_round_ms(best)
+
+
+def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int = 1) -> float:
+    """The length of a round whose local steps share so many batches, each rank with so many rows of a step."""
+    if not (che.sync_samples and che.travel_samples and che.round_ms):
+        return che.round_ms
+    cost, tau = _merge_and_half_life_ms(che, more_steps(rows, joined))
+    best = best_shared_ms(cost, tau, effective_ranks(rows))
+    return min(best, 2 * che.round_ms)  # which grows step by step
+
+
+def _merge_and_half_life_ms(che: CadenceState, more: float) -> tuple[MergeCost, float]:
+    """The measured cost of a merge, and the τ of local steps that are so many times as many as on whole batches."""
+    fast = min(ms for ms in che.ms_per_batch if ms)
+    cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
+    return cost, che.half_life * half_life_ms(median_low(che.travel_samples), fast, more)
+
+
+def shared_steps(
+    che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf, joined: int = 1
+) -> int:
+    """The steps that share batches in a round of at most ``most_ms``, each rank with so many rows of a step.
+
+    Whole steps run beside a merge, ⌊f n⌋ of n: with overlap it is the n with the most progress, at most twice as many.
+    """
+    number = max(1, round(min(shared_round_ms(che, rows, joined), most_ms) / step_ms))
+    if not (che.sync_samples and che.travel_samples):
+        return number
+    cost, tau = _merge_and_half_life_ms(che, more_steps(rows, joined))
+    return best_shared_steps(number, cost, tau, effective_ranks(rows), step_ms)
+
+
+def best_shared_steps(number: int, cost: MergeCost, tau: float, replicas: float, step_ms: float) -> int:
+    """The steps with the most progress in a round that shares batches, about ``number``: whole ones hide a merge."""
+    if not cost.overlap:
+        return number
+
+    def progress(n: int) -> float:
+        wall = n * step_ms
+        rate = wall / (wall + cost.added_to([wall], [n]))
+        return rate * shared_worth(wall, tau, replicas) / (1 + cost.overlap * wall / tau)
+
+    return max(range(1, max(2 * number, math.ceil(1 / cost.overlap)) + 1), key=progress)
+
+
+def effective_ranks(speeds: Sequence[float] | np.ndarray) -> float:
+    """The number of ranks of equal speed whose mean is as noisy, (Σ v)² / Σ v²."""
+    v = np.asarray(speeds, np.float64)
+    return float(v.sum() ** 2 / (v**2).sum())
+
+
+def shared_worth(round_ms: float, tau: float, replicas: float) -> float:
+    """The progress of local steps that share batches, relative to as many steps of one device, 0.93 / (1 + (T / T₀)²).
+
+    To first order in the learning rate they are those steps, so what is lost grows with the square of a round.
+    """
+    return _SHARED_WORTH / (1 + (round_ms / _shared_scale(tau, replicas)) ** 2)
+
+
+def _shared_scale(tau: float, replicas: float) -> float:
+    """T₀, the round length at which local steps that share batches make half of their progress."""
+    return _SHARED * tau / math.sqrt(replicas)
+
+
+def more_steps(speeds: Sequence[float] | np.ndarray, joined: int) -> float:
+    """How many times as many steps ranks of these speeds take that share batches, ρ = √((Σ v)³ / Σ v³) / k."""
+    v = np.asarray(speeds, np.float64)
+    return float(np.sqrt(v.sum() ** 3 / (v**3).sum())) / joined
