@@ -119,21 +119,17 @@ def _run(args: argparse.Namespace) -> int:
     devices = _devices(args.devices)
     import jax.numpy as jnp
 
-    from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp, as_bytes
+    from jaxche.sharding import as_bytes, default_strategies
 
     if args.memory is not None:
         as_bytes(args.memory)  # refuse a bad value before compiling
-    strategies: list[Any] = [NoShard(), ShardGradOp(), FullShard()]
-    node = args.intra_node_size or (len(devices) // 2 if len(devices) % 2 == 0 else 1)
-    if len(devices) % node:
+    if (node := args.intra_node_size) and len(devices) % node:
         fits = max(n for n in range(1, node) if len(devices) % n == 0)
         raise ValueError(
             f"--intra-node-size {node} does not divide the {len(devices)} devices; write --intra-node-size {fits}"
         )
-    if node > 1:
-        strategies += [HybridShardGradOp(node), HybridShard(node)]
     options = {
-        "strategies": strategies,
+        "strategies": default_strategies(devices, node),
         "devices": devices,
         "memory": args.memory,
         "accumulate": args.accumulate,

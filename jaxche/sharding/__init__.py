@@ -11,6 +11,7 @@ from jaxche.sharding._checks import flax_kind as flax_kind
 from jaxche.sharding._checks import is_maker as is_maker
 from jaxche.sharding._checks import not_floats as not_floats
 from jaxche.sharding._compare import Comparison, compare_strategies
+from jaxche.sharding._compare import default_strategies as default_strategies
 from jaxche.sharding._devices import RemoteDevice, devices
 from jaxche.sharding._devices import is_private as is_private
 from jaxche.sharding._devices import local_devices as local_devices

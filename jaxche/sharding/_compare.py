@@ -173,7 +173,7 @@ def compare_strategies(
             f"strategies={strategies!r} has nothing to compare; write strategies=[jaxche.NoShard(), "
             "jaxche.FullShard()], or leave it out for all of them"
         )
-    chosen = _default_strategies(devices) if strategies is None else tuple(strategies)
+    chosen = default_strategies(devices) if strategies is None else tuple(strategies)
     for strategy in chosen:
         check_strategy(strategy)
     limit = None if memory is None else as_bytes(memory)
@@ -186,10 +186,14 @@ def compare_strategies(
     return Comparison(explanations, limit, batch_size(batch))
 
 
-def _default_strategies(devices: list[Device]) -> tuple[ShardingStrategy, ...]:
-    flat = (NoShard(), ShardGradOp(), FullShard())
+def default_strategies(devices: Sequence[Device], node: int | None = None) -> tuple[ShardingStrategy, ...]:
+    """The strategies to compare; the hybrid ones only where nodes have two devices or more, and divide the devices.
+
+    ``node`` is the devices of a node; default: those of a process, or half of those of a single process.
+    """
     processes = len({device.process_index for device in devices})
-    node = len(devices) // (processes if processes > 1 else 2)
+    node = node or len(devices) // (processes if processes > 1 else 2)
+    flat = (NoShard(), ShardGradOp(), FullShard())
     if node < 2 or len(devices) % node:
         return flat
     return (*flat, HybridShardGradOp(node), HybridShard(node))

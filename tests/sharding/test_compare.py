@@ -1,5 +1,6 @@
 """All strategies side by side, and the cheapest that fits."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -7,7 +8,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxche.sharding import Comparison, FullShard, HybridShard, NoShard, ShardGradOp, compare_strategies
+from jaxche.sharding import (
+    Comparison,
+    FullShard,
+    HybridShard,
+    NoShard,
+    ShardGradOp,
+    compare_strategies,
+    default_strategies,
+)
 
 PARAMS = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32)}
 BATCH = jax.ShapeDtypeStruct((8, 256), jnp.float32)
@@ -36,6 +45,16 @@ def test_by_default_it_is_every_strategy(costs):
         "HybridShard(4)",
     ]
     assert all(row["fits"] for row in costs.rows)
+
+
+@pytest.mark.parametrize(
+    ("processes", "node", "nodes"),
+    [([0] * 8, None, 4), ([0] * 8, 2, 2), ([0, 0, 1, 1], None, 2), ([0] * 7, None, 0), ([0, 1], None, 0)],
+)
+def test_default_strategies(processes, node, nodes):
+    found = default_strategies([SimpleNamespace(process_index=process) for process in processes], node)
+    assert found[:3] == (NoShard(), ShardGradOp(), FullShard())
+    assert [strategy.intra_node_size for strategy in found[3:]] == [nodes] * 2 * bool(nodes)
 
 
 def test_two_devices_have_no_nodes(devices):
