@@ -157,14 +157,8 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     D = 0.92 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
     Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
     batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are an option where they make
-    more progress than all on whole batches.
-
-    Args:
-      shares: the measured times.
-      cuts: the rows of each replica of 1 to R joined batches.
-      batch_rows: rows in a batch.
-      costs: of merges and of local steps between them.
-      shared: batches that local steps share; 0 if they are on whole batches.
+    more progress than all on whole batches. ``cuts`` are those of :meth:`RowShares.cuts`, and ``shared`` is the number
+    of batches that local steps share, 0 if they are on whole batches.
     """
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
@@ -223,15 +217,7 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
 
     Under exact sync it is made after each of the first 16 updates, then after every 16th. Only rounds of local steps
     measure how fast replicas move apart. After many rounds of exact sync the measurement is discarded, so that local
-    steps are tried again.
-
-    Args:
-      now: the choice so far.
-      shares: the measured times.
-      che: the measured merges, and how fast replicas move.
-      batch_rows: rows in a batch.
-      round: number of the round.
-      unit: rows are shared in multiples of it.
+    steps are tried again. Rows are shared in multiples of ``unit``.
     """
     local = now.policy is ApplyPolicy.CADENCE
     if not shares.is_measured or len(che.sync_samples) < 2:

@@ -105,20 +105,13 @@ class DivergenceCorrection:
         return f"DivergenceCorrection(ceiling={self.ceiling}, calm={self.calm}, growth={self.guard.rate:.4g} a step)"
 
     def apply(
-        self, before: ElChe, after: ElChe, drift: float, k_max: int | None = None
+        self, before: ElChe, after: ElChe, drift: float, k_max: int
     ) -> tuple[DivergenceCorrection, ElChe, Verdict]:
-        """Check the drift of a round, and limit the anchor of the next cadence.
+        """Check the drift of a round whose fastest replica took ``k_max`` steps, and limit the anchor of the next.
 
-        Args:
-          before: the cadence during the round.
-          after: ``before.report_timing(...)`` with the round's timings.
-          drift: the drift of the replicas in the round, at least 0.
-          k_max: the most steps of a replica in the round; default: the largest count of ``before``.
-
-        Returns:
-          (next correction, cadence of the next round, verdict).
+        ``before`` is the cadence of the round, and ``after`` that of the next round by its timings alone.
         """
-        guard, verdict = self.guard.observe(drift, k_max or max(before.batch_counts))
+        guard, verdict = self.guard.observe(drift, k_max)
         calm = self.calm + 1 if verdict is Verdict.CALM else 0
         seen = replace(self, guard=guard, calm=calm)
         if verdict is Verdict.NUDGE:

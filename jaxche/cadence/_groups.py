@@ -21,10 +21,6 @@ def half_life_of(groups: Sequence[Sequence[int]], world_size: int) -> float:
     The progress that replicas lose by moving apart follows the variance between them. The means of G groups of N / G
     replicas each have G / N of the variance of a replica. Of that the part 1 - 1 / G is between the groups; of N single
     replicas it is the part 1 - 1 / N.
-
-    Example:
-      >>> half_life_of([(0, 1), (2, 3)], 4), half_life_of([], 4)
-      (3.0, 1.0)
     """
     apart = len(groups) + world_size - sum(map(len, groups))
     return (world_size - 1) / (apart - 1) if groups else 1.0
@@ -34,10 +30,6 @@ def best_group_merges(che: ElChe, group_ms: float) -> int:
     """The merges of a round with the most progress, the last one of all replicas and the others of groups.
 
     T / √(c τ) of a round of T ms, with merges of groups of c ms, as rounds of √(C τ) are best for merges of C ms.
-
-    Args:
-      che: the cadence of the next round.
-      group_ms: c, the cost of a merge of a group.
     """
     speeds = [ms for ms in che.ms_per_batch if ms]
     if not (speeds and che.travel_samples):
@@ -56,11 +48,7 @@ def merge_steps(counts: Sequence[int], merges: int) -> list[list[int]]:
     """For each replica of a group, its steps in a round before each merge of the group.
 
     Without the last of the ``merges``, which is that of all replicas. Merges are between two steps of the slowest
-    replica, and the others are as far in their part of the round.
-
-    Example:
-      >>> merge_steps([10, 4], 4)
-      [[3, 5, 8], [1, 2, 3]]
+    replica, and the others are as far in their part of the round: steps 3, 5 and 8 of 10, and 1, 2 and 3 of 4.
     """
     slow = min(counts)
     ends = [(2 * merge * slow + merges) // (2 * merges) for merge in range(1, merges)]
@@ -68,13 +56,7 @@ def merge_steps(counts: Sequence[int], merges: int) -> list[list[int]]:
 
 
 def group_cost_ms(groups: Sequence[Sequence[int]], paused_ms: Sequence[float], merges: int) -> float:
-    """The cost of a merge in the dearest group: the time for which the member that waited least was paused.
-
-    Args:
-      groups: the ranks of each group.
-      paused_ms: the time of each rank in the merges of its group, waits included, [R].
-      merges: merges of the round, the last one of all replicas included.
-    """
+    """The cost of a merge in the dearest group: the time for which the member that waited least was paused."""
     least = [min((paused_ms[rank] for rank in group if paused_ms[rank]), default=0.0) for group in groups]
     return max(least, default=0.0) / max(merges - 1, 1)
 

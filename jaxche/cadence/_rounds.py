@@ -346,11 +346,7 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
 def interleave(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The places of the batches of each rank, in the order in which ranks of these counts finish them.
 
-    Batch i of n ends at (i + 1/2) / n of the round; ties go to the lower rank.
-
-    Example:
-      >>> interleave((4, 2))
-      ((0, 2, 3, 5), (1, 4))
+    Batch i of n ends at (i + 1/2) / n of the round; ties go to the lower rank: ((0, 2, 3, 5), (1, 4)) for (4, 2).
     """
     order = sorted(((i + 0.5) / n, rank) for rank, n in enumerate(counts) for i in range(n))
     places: list[list[int]] = [[] for _ in counts]

@@ -52,7 +52,7 @@ class RowShares:
     have lost as much time as the longest compilation took, so that of varying times compilation costs at most as much
     as the best shares save. Shares that were used before are taken at once: their programs are compiled.
 
-    Args:
+    Attributes:
       rows: rows of each rank in the next round; empty for whole batches.
       steps: steps of each rank in which it runs them.
       joined: batches of the joined batch.
@@ -61,13 +61,6 @@ class RowShares:
       compile_ms: the longest compilation of new shares.
       lost_ms: what the rounds since the last new shares have lost against the best ones.
       shapes_differ: whether steps have joined rows of different shapes; local steps then take whole batches.
-
-    Example:
-      >>> shares = RowShares()
-      >>> for _ in range(3):
-      ...     shares = shares.report([1, 1], [16, 16], [20.0, 50.0]).split(joined=2, batch_rows=16)
-      >>> shares.rows, [round(t) for t in shares.times()]
-      ((23, 9), [29, 28])
     """
 
     rows: tuple[int, ...] = ()
@@ -88,13 +81,9 @@ class RowShares:
     def report(
         self, steps: Sequence[int], rows: Sequence[float], wall_ms: Sequence[float], compile_ms: float = 0.0
     ) -> RowShares:
-        """The shares with the times of a round.
+        """The shares with the steps of each rank in a round, its rows and its time in all of them.
 
-        Args:
-          steps: the steps of each rank.
-          rows: its rows in all of them.
-          wall_ms: its time in them.
-          compile_ms: the compilation of new shares before the round.
+        ``compile_ms`` is the compilation of new shares before the round.
         """
         ranks, round_ms = self.ranks or (RankTimes(),) * len(wall_ms), max(wall_ms)
         given = zip(ranks, steps, rows, wall_ms, strict=True)
@@ -126,13 +115,9 @@ class RowShares:
         unit: int = 1,
         max_rows: Sequence[float] | None = None,
     ) -> RowShares:
-        """The shares of ``joined`` batches, unchanged if others gain little.
+        """The shares of ``joined`` batches, unchanged if others gain little; all but one are multiples of ``unit``.
 
-        Args:
-          joined: batches that are joined.
-          batch_rows: rows in a batch.
-          unit: shares are multiples of it, except one.
-          max_rows: the largest step of each rank, in rows; a larger share takes several steps.
+        A share of more than its ``max_rows`` takes a rank several steps.
         """
         if not self.is_measured:
             return self
@@ -257,10 +242,6 @@ def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.
     """Whole rows of each rank, Σ = ``total``, so that the last rank ends as early as possible.
 
     A rank gets none if even its fixed time is longer than the others need.
-
-    Example:
-      >>> fill(48, np.zeros(4), np.array([20, 20, 40, 80]) / 16).tolist()
-      [18, 18, 8, 4]
     """
     # The time at which the fastest m ranks finish all rows; ranks that start later get none.
     order = np.argsort(fixed, kind="stable")

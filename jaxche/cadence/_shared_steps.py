@@ -32,7 +32,7 @@ def best_shared_ms(cost: MergeCost, tau: float, replicas: float) -> float:
     return cost.best_round_ms(best)
 
 
-def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int = 1) -> float:
+def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int) -> float:
     """The length of a round whose local steps share so many batches, each rank with so many rows of a step."""
     if not (che.sync_samples and che.travel_samples and che.round_ms):
         return che.round_ms
@@ -48,10 +48,8 @@ def _merge_and_half_life_ms(che: CadenceState, more: float) -> tuple[MergeCost, 
     return cost, che.half_life * half_life_ms(median_low(che.travel_samples), fast, more)
 
 
-def shared_steps(
-    che: CadenceState, rows: Sequence[float], step_ms: float, most_ms: float = math.inf, joined: int = 1
-) -> int:
-    """The steps that share batches in a round of at most ``most_ms``, each rank with so many rows of a step.
+def shared_steps(che: CadenceState, rows: Sequence[float], joined: int, step_ms: float, most_ms: float) -> int:
+    """The steps that share ``joined`` batches in a round of at most ``most_ms``, each rank with so many rows of a step.
 
     Whole steps run beside a merge, ⌊f n⌋ of n: with overlap it is the n with the most progress, at most twice as many.
     """

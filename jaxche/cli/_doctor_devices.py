@@ -50,7 +50,7 @@ class Runtime(NamedTuple):
     error: str = ""
 
 
-def gpu_findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list[Finding]:
+def gpu_findings(environ: Mapping[str, str], errors: Sequence[str]) -> list[Finding]:
     """The lines ``driver`` and ``cuda``, with the :func:`plugin_errors`; none without GPU, driver and plugin."""
     from jaxche.cluster import cuda_plugins, wants_gpus
 
@@ -94,7 +94,7 @@ def cuda_finding(
     plugins: list[int],
     read: Callable[[int], Runtime],
     environ: Mapping[str, str],
-    errors: Sequence[str] = (),
+    errors: Sequence[str],
 ) -> Finding:
     """CUDA and cuDNN of JAX, compared with the driver and with those that JAX was built for."""
     fitting = extra_for(driver.version)

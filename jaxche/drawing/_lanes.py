@@ -36,20 +36,19 @@ def svg(width: int, height: int, parts: Sequence[str]) -> str:
     return f"{head} {style}>{''.join(parts)}</svg>"
 
 
-def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
+def lanes(rows: Sequence[Lane], unit: str, caption: str) -> str:
     """Lanes of bars on one axis as an ``<svg>`` element, under a caption."""
     left = 12 + _CHAR * max((len(row.label) for row in rows), default=0)
     end = max((bar.start + bar.length for row in rows for bar in row.bars), default=0.0) or 1.0
     scale = (_WIDTH - left - 14) / end
-    top = 24 if caption else 4
+    top = 24
     bottom = top + len(rows) * (_LANE + _GAP)
     parts = [
+        f'<text x="0" y="14" font-weight="bold">{html.escape(caption)}</text>',
         '<defs><pattern id="jaxche-wait" width="6" height="6" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{WAIT}"/>'
         '<line x1="0" y1="0" x2="0" y2="6" stroke="#888" stroke-width="2"/></pattern></defs>',
     ]
-    if caption:
-        parts.append(f'<text x="0" y="14" font-weight="bold">{html.escape(caption)}</text>')
     for tick in _ticks(end):
         x = left + tick * scale
         parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#8888" stroke-width="0.7"/>')

@@ -293,7 +293,7 @@ def advise(
     return Advice(average, noise, base_batch_size, current, best, tuple(choices))
 
 
-def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
+def advise_from(history: Sequence[RoundInfo], max_anchor: int) -> Advice:
     """Advice from the noise, speeds and merge costs of a history."""
     known = [info for info in history if not math.isnan(info.noise)]
     if not known:

@@ -223,7 +223,7 @@ def text_rows(history: History, last: int) -> list[list[str]]:
     return [list(rows[0]), *([_text(value, key) for key, value in row.items()] for row in rows[-last:])]
 
 
-def _text(value: Any, key: str = "") -> str:
+def _text(value: Any, key: str) -> str:
     if isinstance(value, tuple):
         return " ".join(_text(v, key) for v in value[:8]) + (" ..." if len(value) > 8 else "")
     if key.startswith("validation_") and math.isnan(value):

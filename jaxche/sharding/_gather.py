@@ -145,14 +145,7 @@ def deferred_gradients(pullback: Callable[..., Any], cotangent: Any) -> Any:
     The gradient of a matrix product ends in one. Before a reduce-scatter it would transpose the whole array, and some
     compilers would choose a slower product to avoid that.
     """
-    treedef = None
-
-    def flat(cotangent: Any) -> list[Any]:
-        nonlocal treedef
-        leaves, treedef = jax.tree.flatten(pullback(cotangent)[0])
-        return leaves
-
-    closed = jax.make_jaxpr(flat)(cotangent)
+    closed, shapes = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0], return_shape=True)(cotangent)
     last = {
         equation.outvars[0]: equation.params["permutation"]
         for equation in closed.jaxpr.eqns
@@ -166,8 +159,7 @@ def deferred_gradients(pullback: Callable[..., Any], cotangent: Any) -> Any:
         else:  # the compiler removes the transposition and its inverse
             undo = tuple(int(i) for i in np.argsort(permutation))
             deferred.append(DeferredTranspose(lax.transpose(x, undo), tuple(permutation)))
-    assert treedef is not None  # make_jaxpr has called flat
-    return treedef.unflatten(deferred)
+    return jax.tree.structure(shapes).unflatten(deferred)
 
 
 def _per_bucket(leaves: Sequence[Leaf], values: list[Any], of_bucket: Any, of_leaf: Any, parts: int) -> list[Any]:

@@ -236,7 +236,7 @@ def _steps_of_shares(state: TrainerState, shares: RowShares, rules: PlanRules) -
         return 1
     # Asynchronous rounds have a lower anchor while replicas drift apart.
     most_ms = state.che.anchor_wall_ms if rules.policy is ApplyPolicy.ASYNC else math.inf
-    return shared_steps(state.che, shares.rows, max(shares.times()), most_ms, shares.joined)
+    return shared_steps(state.che, shares.rows, shares.joined, max(shares.times()), most_ms)
 
 
 def _whole_counts(state: TrainerState, rules: PlanRules, left: int, stops: Sequence[int]) -> Sequence[int]:
@@ -269,7 +269,7 @@ def _even_total(whole: int, left: int, least: int = 1) -> int:
     return -(-left // 2) if 0 < left - whole < max(least, _FRAGMENT * whole) else min(whole, left)
 
 
-def _even_counts(counts: Sequence[int], left: int | None, lead: int | None, stretches: bool = True) -> tuple[int, ...]:
+def _even_counts(counts: Sequence[int], left: int | None, lead: int | None, stretches: bool) -> tuple[int, ...]:
     """The batches of each rank, of ``left`` in all that remain, so that no fragment of a round remains after them.
 
     ``stretches`` is whether a rank may take one batch more, so that no rank is idle in the last round. Ranks without
@@ -341,7 +341,7 @@ def next_shares(
     rules: PlanRules,
     batch_size: int,
     max_rows: Sequence[float],
-    compile_ms: float = 0.0,
+    compile_ms: float,
 ) -> TrainerState:
     """The state with the shares of the rows that follow from the times of the round, and with the choice.
 

@@ -80,12 +80,12 @@ def test_growth_mean_against_a_plain_sum(drifts, k_max):
 @pytest.mark.parametrize("drift", [math.nan, math.inf, -1e-9, None])
 def test_bad_drift(drift):
     with pytest.raises(ValueError, match="drift="):
-        DivergenceCorrection().apply(ElChe(), ElChe(), drift)
+        DivergenceCorrection().apply(ElChe(), ElChe(), drift, 10)
 
 
 def test_it_is_saved_and_restored_also_from_earlier_versions():
-    correction, _, _ = DivergenceCorrection(ceiling=7, calm=2).apply(ElChe(), ElChe(), 0.1)
-    assert correction == DivergenceCorrection(ceiling=7, calm=2).apply(ElChe(), ElChe(), 0.1)[0]
+    correction, _, _ = DivergenceCorrection(ceiling=7, calm=2).apply(ElChe(), ElChe(), 0.1, 10)
+    assert correction == DivergenceCorrection(ceiling=7, calm=2).apply(ElChe(), ElChe(), 0.1, 10)[0]
     saved = json.loads(json.dumps(dataclasses.asdict(correction)))
     assert DivergenceCorrection.from_dict(saved) == correction
     # They also saved the settings.
@@ -110,7 +110,7 @@ def drive(fleet, che, correction, rounds, drift=lambda k, counts: 0.01):
     for k in range(rounds):
         wall, sync = fleet.timings(che.batch_counts, k)
         after = che.report_timing(wall, che.batch_counts, sync)
-        correction, che, verdict = correction.apply(che, after, drift(k, che.batch_counts))
+        correction, che, verdict = correction.apply(che, after, drift(k, che.batch_counts), max(che.batch_counts))
         if correction.ceiling is not None:
             assert che.anchor <= correction.ceiling
             # The dead zone of the seed tuner lets counts trail an anchor that it lowers by itself.
@@ -167,7 +167,7 @@ def test_after_a_nudge_progress_comes_back_to_the_round_that_it_had_chosen():
         counts = che.batch_counts
         after = che.report_timing([10.0 * counts[0], 20.0 * counts[1]], counts, 20.0, 8000.0)
         drift *= 1.3 ** max(counts) if 6 <= k < 10 else 1.0  # grows in four rounds
-        correction, che, _ = correction.apply(che, after, drift)
+        correction, che, _ = correction.apply(che, after, drift, max(che.batch_counts))
         anchors.append(che.anchor)
     chosen, least = anchors[6], min(anchors[6:])
     assert (chosen, least, correction.ceiling) == (13, 1, None)
@@ -179,10 +179,10 @@ def test_after_a_nudge_progress_comes_back_to_the_round_that_it_had_chosen():
 
 def test_growth_is_that_of_the_steps_of_the_round():
     che = ElChe(2, 10)
-    _, _, one = DivergenceCorrection().apply(che, che, 0.1)
+    _, _, one = DivergenceCorrection().apply(che, che, 0.1, 10)
     correction = DivergenceCorrection(GrowthGuard(last=0.1))
-    assert correction.apply(che, che, 0.2)[0].guard.rate == pytest.approx(math.log(2) / 10)
-    assert correction.apply(che, che, 0.2, k_max=4)[0].guard.rate == pytest.approx(math.log(2) / 4)
+    assert correction.apply(che, che, 0.2, 10)[0].guard.rate == pytest.approx(math.log(2) / 10)
+    assert correction.apply(che, che, 0.2, 4)[0].guard.rate == pytest.approx(math.log(2) / 4)
     assert one is CALM
 
 
@@ -203,7 +203,7 @@ def test_seed_comes_back_to_its_start_without_overhead_to_drive_it():
 def test_a_suppress_lowers_a_ceiling_and_never_raises_it(tuner):
     che = ElChe(2, 10, tuner=tuner)
     for ceiling, wanted in ((12, 10), (10, 10), (4, 4)):
-        correction, held, _ = DivergenceCorrection(Script((SUPPRESS,)), ceiling=ceiling).apply(che, che, 0.1)
+        correction, held, _ = DivergenceCorrection(Script((SUPPRESS,)), ceiling=ceiling).apply(che, che, 0.1, 10)
         assert (correction.ceiling, held.anchor) == (wanted, wanted)
 
 
@@ -213,7 +213,7 @@ def test_a_ceiling_goes_when_the_anchor_stays_below_it_by_itself(tuner, anchor, 
     """It was 8, and a quarter more is 10: an anchor of 10 may want more."""
     correction = DivergenceCorrection(Script(), ceiling=8, calm=4)
     after = ElChe(2, anchor, tuner=tuner)
-    correction, che, _ = correction.apply(after.capped(8), after, 0.1)
+    correction, che, _ = correction.apply(after.capped(8), after, 0.1, 10)
     assert correction.ceiling == ceiling
     assert che.anchor == min(anchor, 10)
 
@@ -221,11 +221,11 @@ def test_a_ceiling_goes_when_the_anchor_stays_below_it_by_itself(tuner, anchor, 
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_nudge_moves_counts_that_the_tuner_would_leave(tuner, monkeypatch):
     che = ElChe(2, 10, tuner=tuner, max_batch_diff=0).report_timing([100, 100], [10, 10], 0)
-    _, che, _ = DivergenceCorrection(Script((NUDGE,))).apply(che, che, 1.0)
+    _, che, _ = DivergenceCorrection(Script((NUDGE,))).apply(che, che, 1.0, 10)
     assert che.batch_counts == (5, 5)
     monkeypatch.setattr(divergence, "NUDGE_FACTOR", 0.95)
     fine = DivergenceCorrection(Script((NUDGE,)))
-    _, che, _ = fine.apply(*[ElChe(2, 20, tuner=tuner).report_timing([200, 200], [20, 20], 0)] * 2, 1.0)
+    _, che, _ = fine.apply(*[ElChe(2, 20, tuner=tuner).report_timing([200, 200], [20, 20], 0)] * 2, 1.0, 20)
     assert che.batch_counts == (19, 19)
 
 

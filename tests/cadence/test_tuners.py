@@ -188,14 +188,16 @@ def test_replicas_of_unequal_speed_count_as_fewer():
 
 def test_more_replicas_share_batches_in_shorter_rounds():
     che, _ = run((20.0, 20.0), 11.0, 2000.0)
-    two, four = (shared_round_ms(che, rows) for rows in ((8, 8), (4, 4, 4, 4)))
+    two, four = (shared_round_ms(che, rows, 1) for rows in ((8, 8), (4, 4, 4, 4)))
     assert two == pytest.approx(best_shared_ms(MergeCost(11.0), half_life_ms(2000.0, 20.0), 2))
     assert 0.75 * two < four < 0.82 * two  # about as the number to the power of -1/3
     # While rounds grow, those that share batches grow with them.
-    assert shared_round_ms(replace(che, round_ms=20.0), (8, 8)) == 40.0
-    assert shared_round_ms(jaxche.ElChe(2, 1, tuner="progress"), (8, 8)) == 0.0
+    assert shared_round_ms(replace(che, round_ms=20.0), (8, 8), 1) == 40.0
+    assert shared_round_ms(jaxche.ElChe(2, 1, tuner="progress"), (8, 8), 1) == 0.0
     grouped = replace(che, half_life=4.0)
-    assert two < shared_round_ms(grouped, (8, 8)) == pytest.approx(min(2 * che.round_ms, two * 4 ** (2 / 3)), rel=0.1)
+    assert (
+        two < shared_round_ms(grouped, (8, 8), 1) == pytest.approx(min(2 * che.round_ms, two * 4 ** (2 / 3)), rel=0.1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_more_replicas_share_batches_in_shorter_rounds():
 def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exchange_ms, steps):
     che, rows, step_ms = run((20.0, 50.0), sync_ms, 1000.0)[0], (11, 5), 14.3
     che = replace(che, overlap=overlap, round_ms=1e3, exchange_samples=(exchange_ms,) * 3)
-    assert shared_steps(che, rows, step_ms) == steps
+    assert shared_steps(che, rows, 1, step_ms, math.inf) == steps
     if overlap:
         tau = half_life_ms(1000.0, 20.0, more_steps(rows, 1))
 
@@ -228,7 +230,7 @@ def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exch
 
         assert steps == min(range(1, 40), key=lost)
     elif steps > 2:
-        assert shared_steps(che, rows, step_ms, most_ms=2 * step_ms) == 2
+        assert shared_steps(che, rows, 1, step_ms, 2 * step_ms) == 2
 
 
 def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():

@@ -180,8 +180,8 @@ def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
 def test_a_plugin_on_a_machine_without_gpu_is_no_problem(monkeypatch):
     monkeypatch.setattr(checks, "read_driver", Driver)
     monkeypatch.setattr("jaxche.cluster.cuda_plugins", list)
-    assert checks.gpu_findings({}) == []
+    assert checks.gpu_findings({}, []) == []
     monkeypatch.setattr("jaxche.cluster.cuda_plugins", lambda: [13])
-    (found,) = checks.gpu_findings({})
+    (found,) = checks.gpu_findings({}, [])
     assert not found.fix
     assert "no GPU" in found.text

@@ -10,7 +10,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def draw(*rows):
-    return ElementTree.fromstring(lanes([Lane(label, bars) for label, bars in rows], unit="ms"))
+    return ElementTree.fromstring(lanes([Lane(label, bars) for label, bars in rows], unit="ms", caption="<c>"))
 
 
 def test_bars_are_in_proportion():
