@@ -109,14 +109,15 @@ def test_what_rounding_leaves_outlasts_exact_sync(trainer, large, monkeypatch, s
     ids=["wire", "wire and overlap", "wire auto"],
 )
 def test_a_run_repeats_resumes_and_replays(trainer, large, same, tmp_path, told, options, epochs):
-    one = trainer(**options)
+    # Two replicas compile half the programs of four.
+    one = trainer((20, 60), **options)
     # A checkpoint waits for the merge in flight, so both runs save after each epoch.
     saves = {"checkpoint_every": jaxche.Every(epochs=1)}
     state, history = fit(one, large, epochs, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
     assert {info.policy for info in history} == {"sync", "cadence"}
     assert "int4" in {info.wire for info in history}
     fit(one, large, epochs // 2, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
-    other = trainer(**options)
+    other = trainer((20, 60), **options)
     resumed, whole = fit(other, large, epochs, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
