@@ -108,15 +108,6 @@ def test_islands_that_meet_on_one_device_train_as_devices_do(devices, train, as_
     close(islands[1].params, alone[1].params, rtol=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_islands_that_meet_on_one_device_average_gradients(devices, train, as_devices, sizes):
-    strategy, (first, second) = ShardGradOp(), sizes
-    meshes = [strategy.mesh(devices[:first]), strategy.mesh(devices[first : first + second])]
-    rounds, knobs = ROUNDS[:2], {"average": "gradients"}
-    as_devices(train(meshes, rounds, strategy=strategy, **knobs), train(devices[:2], rounds, **knobs))
-
-
 SETTINGS = {
     "gradients": {"average": "gradients"},
     "averaged moments": {"opt_state": "average"},
@@ -128,16 +119,30 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(train, devices):
+    """What replicas of one device do under a setting; every size and strategy is compared with the same."""
+    return functools.cache(lambda setting: train(devices[:2], ROUNDS[:3], **SETTINGS[setting]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_islands_that_meet_on_one_device_average_gradients(devices, train, as_devices, plain, sizes):
+    strategy, (first, second) = ShardGradOp(), sizes
+    meshes = [strategy.mesh(devices[:first]), strategy.mesh(devices[first : first + second])]
+    as_devices(train(meshes, ROUNDS[:3], strategy=strategy, **SETTINGS["gradients"]), plain("gradients"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_is_right_on_shards(devices, setting, train, as_devices, sizes):
-    strategy, knobs = FullShard(), SETTINGS[setting]
+def test_every_setting_is_right_on_shards(devices, setting, train, as_devices, plain, sizes):
+    strategy, alone = FullShard(), plain(setting)
     meshes = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
-    islands, plain = (train(r, ROUNDS[:3], strategy=s, **knobs) for r, s in ((meshes, strategy), (devices[:2], None)))
-    as_devices(islands, plain)
-    assert islands[2][-1].noise == pytest.approx(plain[2][-1].noise, rel=1e-3, nan_ok=True)
-    assert islands[2][-1].lr_factor == pytest.approx(plain[2][-1].lr_factor, rel=1e-3)
+    islands = train(meshes, ROUNDS[:3], strategy=strategy, **SETTINGS[setting])
+    as_devices(islands, alone)
+    assert islands[2][-1].noise == pytest.approx(alone[2][-1].noise, rel=1e-3, nan_ok=True)
+    assert islands[2][-1].lr_factor == pytest.approx(alone[2][-1].lr_factor, rel=1e-3)
 
 
 @pytest.fixture
@@ -150,13 +155,15 @@ def all_cut(monkeypatch):
 @pytest.mark.usefixtures("all_cut")
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (3, 3)], ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_is_right_where_whole_copies_are_cut_for_the_sum(devices, setting, train, as_devices, sizes):
-    strategy, knobs = NoShard(), SETTINGS[setting]
+def test_every_setting_is_right_where_whole_copies_are_cut_for_the_sum(
+    devices, setting, train, as_devices, plain, sizes
+):
+    strategy, alone = NoShard(), plain(setting)
     meshes = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
-    islands, plain = (train(r, ROUNDS[:3], **knobs) for r in (meshes, devices[:2]))
-    as_devices(islands, plain)
-    assert islands[2][-1].noise == pytest.approx(plain[2][-1].noise, rel=1e-3, nan_ok=True)
-    assert islands[2][-1].drift == pytest.approx(plain[2][-1].drift, rel=1e-3)
+    islands = train(meshes, ROUNDS[:3], **SETTINGS[setting])
+    as_devices(islands, alone)
+    assert islands[2][-1].noise == pytest.approx(alone[2][-1].noise, rel=1e-3, nan_ok=True)
+    assert islands[2][-1].drift == pytest.approx(alone[2][-1].drift, rel=1e-3)
 
 
 @pytest.mark.usefixtures("all_cut")
