@@ -74,7 +74,7 @@ def alternate(monkeypatch):
 @pytest.mark.parametrize("options", [{"wire": "int4"}, {"wire": "int8", "overlap": 0.5}, {"overlap": 0.25}])
 def test_local_steps_have_the_wire_and_the_overlap_and_updates_neither(trainer, large, monkeypatch, options):
     alternate(monkeypatch)
-    one = trainer(**options)
+    one = trainer((20, 60), **options)
     state, history = fit(one, large, epochs=2)
     sync = [info for info in history if info.policy == "sync"]
     local = [info for info in history if info.policy == "cadence"]
