@@ -363,7 +363,7 @@ def problem():
     return Problem()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_problem():
     return Problem
 

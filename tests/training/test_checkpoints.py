@@ -80,17 +80,20 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:an outer optimizer over only")
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_path, same, told, case, lockstep):
-    def run(callbacks=(), **options):
+    def make():
         knobs = {"replicas": devices[:2]} | CASES[case](lockstep())
-        trainer = jaxche.Trainer(noisy_loss, optax.adam(0.05), **knobs)
+        return jaxche.Trainer(noisy_loss, optax.adam(0.05), **knobs)
+
+    def run(trainer, callbacks=(), **options):
         state = trainer.init(problem.params, model_state)
         return trainer.fit(state, problem.data, epochs=5, progress=False, callbacks=callbacks, **options)
 
-    state, history = run()
+    first, second = make(), make()
+    state, history = run(first)
     middle = len(history) // 2
-    left, part = run([stop_after(middle)], checkpoints=tmp_path)
+    left, part = run(first, [stop_after(middle)], checkpoints=tmp_path)
     assert left.round == len(part) == middle
-    resumed, record = run(checkpoints=tmp_path)
+    resumed, record = run(second, checkpoints=tmp_path)
     same(plain(state)[0], plain(resumed)[0])
     if resumed.local_states[0].noise is not None:
         same([local.noise for local in state.local_states], [local.noise for local in resumed.local_states])
@@ -134,19 +137,22 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
     wide = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
     single = [strategy.mesh(devices[:1]), strategy.mesh(devices[1:2])]
 
-    def run(callbacks=(), replicas=islands, strategy=strategy, **options):
-        trainer = jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=replicas, strategy=strategy)
+    def make(replicas=islands, strategy=strategy):
+        return jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=replicas, strategy=strategy)
+
+    def run(trainer, callbacks=(), **options):
         return trainer.fit(trainer.init(params), data, epochs=2, progress=False, callbacks=callbacks, **options)
 
-    state, _ = run()
-    half, _ = run([stop_after(2)], checkpoints=tmp_path)
-    resumed, _ = run(checkpoints=tmp_path)
+    first, second = make(), make()
+    state, _ = run(first)
+    half, _ = run(first, [stop_after(2)], checkpoints=tmp_path)
+    resumed, _ = run(second, checkpoints=tmp_path)
     same(plain(state)[0], plain(resumed)[0])
     cut = resumed.local_states[0].opt_state[0].mu["w"]
     assert cut.addressable_shards[0].data.size * sizes[0] == cut.size
-    undisturbed, _ = run([stop_after(3)])
-    for other in ({"replicas": wide}, {"replicas": single}, {"replicas": devices[:2], "strategy": None}):
-        found, record = run([stop_after(3)], checkpoints=jaxche.Checkpoints(_copy(tmp_path, half.round)), **other)
+    undisturbed, _ = run(first, [stop_after(3)])
+    for other in (make(wide), make(single), make(devices[:2], None)):
+        found, record = run(other, [stop_after(3)], checkpoints=jaxche.Checkpoints(_copy(tmp_path, half.round)))
         assert [info.round for info in record] == [0, 1, 2]
         close(*(jax.device_get(plain(s)[0][:2]) for s in (found, undisturbed)), rtol=2e-5)
 
@@ -264,16 +270,44 @@ def test_another_number_of_replicas_goes_on_from_the_merged_state(
         close(*(jax.device_get([(x.noise, x.progress) for x in state.local_states]) for state in (found, wanted)))
 
 
+@pytest.fixture(scope="module")
+def make_trainer(make_problem, devices):
+    """Makes a trainer of two replicas that take two steps a round each."""
+
+    def make(**knobs):
+        che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
+        knobs = {"che": che, "replicas": devices[:2], "tx": optax.adam(0.05)} | knobs
+        return jaxche.Trainer(make_problem.loss, **knobs)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved_once(make_problem, make_trainer, tmp_path_factory):
+    """A folder with checkpoints of rounds 1 to 3, the state after the last, and what was told of the rounds."""
+    folder, problem, trainer = tmp_path_factory.mktemp("saved") / "run", make_problem(), make_trainer()
+    options = {"callbacks": [stop_after(3)], "progress": False, "checkpoints": folder}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxche.training._plan._MIN_EXTRA_MS", 60_000.0)
+        return folder, *trainer.fit(trainer.init(problem.params), problem.data, 2, **options)
+
+
+@pytest.fixture(scope="module")
+def resuming(make_trainer):
+    """The trainer that goes on from them."""
+    return make_trainer()
+
+
 @pytest.fixture
-def saved(problem, devices, lockstep, tmp_path):
-    """A folder with checkpoints of rounds 1 to 3, how they were made, and the state after the last."""
+def saved(saved_once, resuming, make_trainer, problem, patient, tmp_path):
+    """A folder with those checkpoints, how to go on from them, the state after the last, and what was told."""
+    first, state, history = saved_once
+    shutil.copytree(first, tmp_path / "run")
 
     def run(folder=tmp_path / "run", data=problem.data, params=problem.params, epochs=2, callbacks=(), **knobs):
-        knobs = {"che": lockstep(), "replicas": devices[:2], "tx": optax.adam(0.05)} | knobs
-        trainer = jaxche.Trainer(problem.loss, **knobs)
+        trainer = make_trainer(**knobs) if knobs or params is not problem.params else resuming
         return trainer.fit(trainer.init(params), data, epochs, callbacks=callbacks, progress=False, checkpoints=folder)
 
-    state, history = run(callbacks=[stop_after(3)])
     return tmp_path / "run", run, state, history
 
 
@@ -748,22 +782,24 @@ def test_what_another_version_wrote_is_refused(saved, format, version, said):
 
 @pytest.fixture
 def named_run(devices, lockstep, tmp_path):
-    """Trains parameters of any names, each with a target of its own."""
+    """Makes trainers, and trains parameters of any names, each with a target of its own."""
 
-    def run(params, stop=None, checkpoints=tmp_path / "named"):
-        def loss(p, x):
-            leaves = jax.tree.leaves(p)
-            return sum(jnp.mean((w - i * x) ** 2) for i, w in enumerate(leaves)) / len(leaves)
+    def loss(p, x):
+        leaves = jax.tree.leaves(p)
+        return sum(jnp.mean((w - i * x) ** 2) for i, w in enumerate(leaves)) / len(leaves)
 
+    def make():
+        return jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=devices[:2])
+
+    def run(trainer, params, stop=None, checkpoints=tmp_path / "named"):
         data = [np.full((2, 2), i, np.float32) for i in range(8)]
-        trainer = jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=devices[:2])
         callbacks = [] if stop is None else [stop_after(stop)]
         state, _ = trainer.fit(
             trainer.init(params), data, 2, callbacks=callbacks, progress=False, checkpoints=checkpoints
         )
         return state
 
-    return run
+    return make, run
 
 
 ALIKE = {
@@ -776,12 +812,14 @@ ALIKE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALIKE)
 def test_names_that_join_alike_stay_apart(named_run, tmp_path, same, case):
-    named_run(ALIKE[case], stop=2)
+    make, run = named_run
+    first, second = make(), make()
+    run(first, ALIKE[case], stop=2)
     with ocp.CheckpointManager(tmp_path / "named") as manager:
         meta = manager.restore(2, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
     assert sum(name.startswith("params/") for name in meta["leaves"]) == 2
-    undisturbed = named_run(ALIKE[case], checkpoints=None)
-    same(plain(undisturbed)[0], plain(named_run(ALIKE[case]))[0])
+    undisturbed = run(first, ALIKE[case], checkpoints=None)
+    same(plain(undisturbed)[0], plain(run(second, ALIKE[case]))[0])
 
 
 def test_a_smaller_step_of_the_version_and_other_data_are_told(saved, problem, caplog):
