@@ -1,5 +1,6 @@
 """Replicas: their devices, compiled local steps and optimizer state, and the merge of all of them."""
 
+from jaxche.replicas._coded_merge import are_coded as are_coded
 from jaxche.replicas._coded_merge import fitted as fitted
 from jaxche.replicas._coded_merge import zero_residual as zero_residual
 from jaxche.replicas._frozen import FrozenArrays as FrozenArrays
@@ -55,6 +56,7 @@ from jaxche.replicas._schedule_counts import are_schedules as are_schedules
 from jaxche.replicas._schedule_counts import counts_of as counts_of
 from jaxche.replicas._schedule_counts import is_random_key as is_random_key
 from jaxche.replicas._schedule_counts import update_in_round as update_in_round
+from jaxche.replicas._state_params import stepped_params as stepped_params
 from jaxche.replicas._table import HOST_COLUMNS as HOST_COLUMNS
 from jaxche.replicas._table import NOT_FINITE as NOT_FINITE
 from jaxche.replicas._table import ROW_MODULUS as ROW_MODULUS

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from jaxche.averaging import (
@@ -28,6 +29,8 @@ from jaxche.averaging import (
 )
 from jaxche.replicas._placement import Placement
 from jaxche.replicas._replica_mesh import AXIS
+from jaxche.replicas._schedule_counts import are_accumulators
+from jaxche.replicas._state_params import are_params
 
 # Arrays of as many numbers are coded alone: joining them takes XLA longer than coding them.
 _ALONE = 1 << 15
@@ -45,7 +48,7 @@ class Residual(NamedTuple):
 def zero_residual(params: Any, moments: Any, replicas: int, is_sharded: bool) -> Residual:
     """The residual before the first merge.
 
-    Arguments are arrays or shapes without a replica axis; ``moments`` is the optimizer's state if it is averaged.
+    Arguments are arrays or shapes without a replica axis; ``moments`` are those that are sent as codes.
     """
     size = _part_size(params, moments, replicas, is_sharded)
     return Residual(zero_sums(params), None if size is None else jnp.zeros(size, jnp.float32))
@@ -67,7 +70,7 @@ def _part_size(params: Any, moments: Any, replicas: int, is_sharded: bool) -> in
     """The size of a part, or None if every replica decodes all codes, as sharded replicas do."""
     if is_sharded or is_gathered(replicas):
         return None
-    coded = [[x for x in jax.tree.leaves(params) if _is_real(x)], list(filter(_is_coded, jax.tree.leaves(moments)))]
+    coded = [[x for x in jax.tree.leaves(params) if _is_real(x)], moments]
     return sum(part_size(sum(blocks_size(x.size) for x in arrays), replicas) for arrays in coded)
 
 
@@ -75,9 +78,14 @@ def _is_real(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def _is_coded(moment: Any) -> bool:
-    """Whether an array of an optimizer's state is sent as codes."""
-    return is_float(moment) and _is_real(moment) and moment.size > 1
+def are_coded(tx: optax.GradientTransformation, params: Any) -> list[bool]:
+    """Whether each leaf of ``tx.init(params)``, whose arguments may be shapes, is sent as codes.
+
+    Rounded are moments of more than one number. Parameters in the state are not: their errors would stay.
+    """
+    state = jax.eval_shape(tx.init, params)
+    leaves = zip(jax.tree.leaves(state), are_accumulators(state), are_params(tx, params), strict=True)
+    return [is_float(x) and _is_real(x) and x.size > 1 and not (kept or param) for x, kept, param in leaves]
 
 
 class Means(NamedTuple):
@@ -89,20 +97,26 @@ class Means(NamedTuple):
     totals: Any  # of the payload
 
 
-def coded_sums(delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any], wire: str) -> Means:
+def coded_sums(
+    delta: Any,
+    residual: Residual,
+    moments: dict[int, Any],
+    payload: dict[str, Any],
+    wire: str,
+    coded_moments: Sequence[int],
+) -> Means:
     r"""Sums over the replicas, on each device over its own shards, with codes :math:`Q` of changes and moments.
 
     .. math:: e \leftarrow e + \Delta, \qquad \bar\Delta = \sum_r w_r Q(e_r) / \sum_r w_r, \qquad e \leftarrow e - Q(e)
 
     .. math:: m \leftarrow m - Q(m) + \sum_r w_r Q(m_r) / \sum_r w_r
 
-    A replica of weight 0 sends no change, and its residual stays. Complex arrays, moments of one number and ``payload``
-    with its ``"weight"`` are summed as they are.
+    A replica of weight 0 sends no change, and its residual stays. Complex arrays, the ``moments`` that are not among
+    ``coded_moments``, and ``payload`` with its ``"weight"`` are summed as they are.
     """
     (changes, treedef), weight = jax.tree.flatten(delta), payload["weight"]
     unsent, takes_part = jax.tree.leaves(residual.own), weight != 0
     coded = [i for i, x in enumerate(changes) if _is_real(x)]
-    coded_moments = [i for i, x in moments.items() if _is_coded(x)]
     due = [changes[i] + unsent[i] for i in coded]
     # The moments of a replica that takes no part may be any numbers.
     kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]

@@ -22,9 +22,9 @@ from jaxche.averaging import (
     to_moments,
     weighted,
 )
-from jaxche.replicas._coded_merge import Means, Residual, agreement, coded_sums
+from jaxche.replicas._coded_merge import Means, Residual, agreement, are_coded, coded_sums
 from jaxche.replicas._packing import Packing, packings
-from jaxche.replicas._placement import add_replica_axis, drop_replica_axis
+from jaxche.replicas._placement import add_replica_axis, drop_replica_axis, without_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
@@ -119,6 +119,9 @@ class MergeProgram:
         self._tx: Any = with_extra_args(rules.tx)
         self._schedules = are_schedules(local.opt_state)
         self._accumulates = are_accumulators(local.opt_state)
+        codes = rules.wire != "float32" and rules.opt_state == "average"
+        coded = are_coded(rules.tx, without_replica_axis(local.params)) if codes else []
+        self._coded_moments = [i for i, is_coded in enumerate(coded) if is_coded]
         self._keeps_count = select_counts(local.opt_state, self._accumulates)
         # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
         changes = replica_mesh.cut(replica_mesh.specs("grads", local.params), local.params)
@@ -143,7 +146,7 @@ class MergeProgram:
 
     def _coded_sums(self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]) -> Means:
         """The sums with coded changes, on each device over its own shards."""
-        sums = functools.partial(coded_sums, wire=self._wire)
+        sums = functools.partial(coded_sums, wire=self._wire, coded_moments=self._coded_moments)
         if not self._replica_mesh.inner:
             return sums(delta, residual, moments, payload)
         specs = (self._specs["delta"], Residual(self._specs["delta"]), {i: self._opt_specs[i] for i in moments}, P())

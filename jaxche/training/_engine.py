@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -41,6 +42,7 @@ from jaxche.replicas import (
     Replica,
     ReplicaMesh,
     are_accumulators,
+    are_coded,
     drop_replica_axis,
     fitted,
     free_rates,
@@ -126,6 +128,7 @@ class Engine:
         self._rules: MergeRules | None = None
         self._starts: dict[int, Begin] = {}  # by the number of ranks; JAX compiles each of these functions once
         self._shapes: Any = None
+        self._coded: Sequence[bool] = ()  # whether a merge sends each array of the optimizer's state as codes
         self._replica_mesh: Any = None
         self._merge: Any = None  # none before :meth:`prepare`
         # The wire of merges of parameters; under "auto" the trainer changes it, and the merges of both stay compiled.
@@ -157,6 +160,10 @@ class Engine:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
+            if (
+                self._settings.wire != "float32" and self._settings.opt_state == "average"
+            ):  # "auto" may take codes later
+                self._coded = are_coded(self._tx, shapes)
             self._replica_mesh = self._make_mesh(shapes)
 
     def _make_mesh(self, shapes: Any) -> Any:
@@ -215,11 +222,15 @@ class Engine:
         """The local states with residuals for this number of replicas."""
         if self._settings.wire == "float32":
             return tuple(local_states)
-        moments = self._settings.coded_moments
+        moments = self._coded_moments
         return tuple(
             local._replace(residual=fitted(local.residual, moments(local), self.world_size, self._placements[rank]))
             for rank, local in zip(self.ranks, local_states, strict=True)
         )
+
+    def _coded_moments(self, local: LocalState) -> list[Any]:
+        """The arrays of the optimizer's state that a merge sends as codes."""
+        return list(itertools.compress(jax.tree.leaves(local.opt_state), self._coded))
 
     def with_previous_gradient(
         self, local_states: Sequence[LocalState], compares: bool | None = None

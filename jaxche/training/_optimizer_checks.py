@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.messages import brief
-from jaxche.replicas import are_accumulators
+from jaxche.replicas import are_accumulators, stepped_params
 from jaxche.scaling import ScaleLearningRateState
 from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
@@ -114,6 +114,23 @@ def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> Non
             "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
             "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
         )
+
+
+def check_state_params(opt_state: str, overlap: float, tx: Any, *trees: Any) -> None:
+    """Refuse to leave each replica the parameters in the state of ``tx`` from which it makes its steps.
+
+    The trees of parameters, or their shapes, are those that it updates: one, or that of each stage.
+    """
+    if opt_state != "local":
+        return
+    for params in trees:
+        if paths := stepped_params(tx, params):
+            what = f"overlap={overlap} implies opt_state='local', which" if overlap else "opt_state='local'"
+            raise ValueError(
+                f"tx has parameters in its state, opt_state{paths[0]}, and makes its steps from them, as "
+                "optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; "
+                f"{what} does not merge them: {'leave overlap= out' if overlap else 'leave opt_state= out'}"
+            )
 
 
 def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:

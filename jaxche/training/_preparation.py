@@ -81,7 +81,7 @@ class PreparedEngine(Engine):
             opt_state = jax.tree.map(jnp.asarray, tx.init(params))  # it may have Python's numbers
             local = LocalState(params, opt_state, model_state, outer_state, **scaled)
             if settings.wire != "float32":  # "auto" may take codes later
-                residual = zero_residual(params, settings.coded_moments(local), world_size, is_sharded)
+                residual = zero_residual(params, self._coded_moments(local), world_size, is_sharded)
                 local = local._replace(residual=residual)
             return add_replica_axis(local)._asdict()
 

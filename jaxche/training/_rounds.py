@@ -38,6 +38,7 @@ from jaxche.training._optimizer_checks import (
     check_accumulators,
     check_model_state_of,
     check_opt_state,
+    check_state_params,
     check_trajectory,
     check_unscaled,
 )
@@ -138,6 +139,8 @@ class Rounds:
         check_unscaled(tx, shapes, settings.scaling is not None)
         check_update(tx, *(shapes if settings.staged else [shapes]))
         check_trajectory(tx, shapes, settings.average, self._engine.world_size)
+        if settings.average == "parameters" and self.world_size > 1:
+            check_state_params(settings.opt_state, settings.overlap, tx, *(shapes if settings.staged else [shapes]))
         check_accumulators(settings.groups, settings.opt_state, tx, shapes)
         if self.world_size > 1:
             check_metrics_of_model(settings.loss_fn)

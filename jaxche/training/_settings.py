@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import optax
 
 from jaxche.cadence import ApplyPolicy, Choice, ElChe, VirtualFleet
 from jaxche.distributed import Group
-from jaxche.replicas import LocalState, MergeRules, Placement, Scaling, are_accumulators
+from jaxche.replicas import MergeRules, Placement, Scaling
 from jaxche.sharding import ShardingStrategy
 from jaxche.training._groups import Groups
 
@@ -65,13 +64,6 @@ class Settings:
         if self.wire in ("float32", "auto") and not self.overlap:
             return Choice()
         return Choice(ApplyPolicy.CADENCE, reason="not measured yet: local steps, which have the given wire or overlap")
-
-    def coded_moments(self, local: LocalState) -> Any:
-        """The arrays of the optimizer's state that a merge averages."""
-        if self.opt_state != "average":
-            return ()
-        leaves = zip(jax.tree.leaves(local.opt_state), are_accumulators(local.opt_state), strict=True)
-        return [leaf for leaf, kept in leaves if not kept]
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""

@@ -290,7 +290,7 @@ def test_the_part_of_a_replica_is_zero_where_the_number_of_replicas_is_another(d
     def rows(residual):
         return jax.tree.map(lambda x: jax.device_put(x[None] + 1, devices[1]), residual)
 
-    moments = {"mu": jax.ShapeDtypeStruct((400,), np.float32), "count": jax.ShapeDtypeStruct((), np.int32)}
+    moments = [jax.ShapeDtypeStruct((400,), np.float32)]
     three = rows(zero_residual(params, moments, 3, is_sharded=False))
     assert three.part.shape == (1, 384 + 256)
     assert fitted(three, moments, 3, placement) is three
