@@ -36,16 +36,16 @@ def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int) -> fl
     """The length of a round whose local steps share so many batches, each rank with so many rows of a step."""
     if not (che.sync_samples and che.travel_samples and che.round_ms):
         return che.round_ms
-    cost, tau = _merge_and_half_life_ms(che, more_steps(rows, joined))
+    cost, tau = _merge_and_half_life_ms(che, rows, joined)
     best = best_shared_ms(cost, tau, effective_ranks(rows))
     return min(best, 2 * che.round_ms)  # which grows step by step
 
 
-def _merge_and_half_life_ms(che: CadenceState, more: float) -> tuple[MergeCost, float]:
-    """The measured cost of a merge, and the τ of local steps that are so many times as many as on whole batches."""
+def _merge_and_half_life_ms(che: CadenceState, rows: Sequence[float], joined: int) -> tuple[MergeCost, float]:
+    """The measured cost of a merge, and the τ of local steps that share so many batches."""
     fast = min(ms for ms in che.ms_per_batch if ms)
     cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
-    return cost, che.half_life * half_life_ms(median_low(che.travel_samples), fast, more)
+    return cost, che.half_life * half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
 
 
 def shared_steps(che: CadenceState, rows: Sequence[float], joined: int, step_ms: float, most_ms: float) -> int:
@@ -56,7 +56,7 @@ def shared_steps(che: CadenceState, rows: Sequence[float], joined: int, step_ms:
     number = max(1, round(min(shared_round_ms(che, rows, joined), most_ms) / step_ms))
     if not (che.sync_samples and che.travel_samples):
         return number
-    cost, tau = _merge_and_half_life_ms(che, more_steps(rows, joined))
+    cost, tau = _merge_and_half_life_ms(che, rows, joined)
     return best_shared_steps(number, cost, tau, effective_ranks(rows), step_ms)
 
 
