@@ -7,6 +7,8 @@ import functools
 import itertools
 import json
 import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def trained(end: dict[str, Any]) -> list[tuple[int, int]]:
 
 def replayed(record: Path, state_mb: float = 0.0) -> tuple[float, int]:
     """The final loss of a record whose rounds are run again undisturbed, and how many rounds have another loss.
+
+    In a process of its own: this one starts others, and has no threads of JAX and no devices meanwhile.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(replay, record, state_mb).result()
+
+
+def replay(record: Path, state_mb: float) -> tuple[float, int]:
+    """What ``replayed`` returns, computed in this process.
 
     Rounds of as many ranks are one replay, which begins with what the one before it ended with: after a merge all
     replicas are equal, their optimizers too.

@@ -141,9 +141,9 @@ def run(
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
     command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(log)]
     command += [worker.__file__, str(folder)]
-    # All runs compile the same small programs.
+    # All runs compile the same small programs: into a cache of theirs, unless there is one already.
     cache = {"COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    env = os.environ | {"JAX_PLATFORMS": "cpu"} | {f"JAX_{name}": value for name, value in cache.items()}
+    env = {f"JAX_{name}": value for name, value in cache.items()} | os.environ | {"JAX_PLATFORMS": "cpu"}
     began = time.perf_counter()
     rank, at = rng.randrange(len(PACES)), 0
     with (folder / "output").open("w") as output:

@@ -1,10 +1,8 @@
 """Real processes, on CPU devices: how they are started, and whether they have ended."""
 
 import importlib.util
-import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +14,6 @@ import pytest
 from jaxche.cluster import _worker_group
 
 HERE = Path(__file__).parent
-_PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 # What processes run is not collected: programs import each other, and a module of `card` would be this process's plugin
 # of CUDA.
 collect_ignore = ["card", "plugins", *(path.name for path in HERE.glob("*.py") if not path.name.startswith("test_"))]
@@ -34,74 +31,6 @@ def _on_cpu():
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("PYTHONPATH", str(HERE.parents[1]))
         yield
-
-
-class Forked(subprocess.Popen):
-    """A program in a fork of the process with all imports, which starts it and waits for it."""
-
-    def __init__(self, ask, program, **options):
-        self._ask = ask
-        super().__init__([str(word) for word in program], **options)
-
-    def _execute_child(self, args, *rest):
-        given = _PARAMETERS.bind(self, args, *rest).arguments
-        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-        call = {"program": args, "environ": given["env"] or dict(os.environ), "folder": given["cwd"] or os.getcwd()}
-        outputs = [number if file == -1 else file for number, file in ((1, pipes[3]), (2, pipes[5]))]
-        self.pid = int(self._ask(call, outputs))
-        self._child_created = True
-        self._close_pipe_fds(*pipes)
-
-    def _try_wait(self, flags):
-        while (status := self._ask({"ended": self.pid})) == b"no" and not flags & os.WNOHANG:
-            time.sleep(0.02)
-        return (0, 0) if status == b"no" else (self.pid, int(status))
-
-    def _internal_poll(self, _deadstate=None):
-        if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid:
-                self._handle_exitstatus(status)
-        return self.returncode
-
-
-@pytest.fixture(scope="session")
-def _asked():
-    """Sends a message to the process that has imported what others import, and returns the answer."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(HERE / "forks.py"), str(theirs.fileno())]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
-
-    def ask(call, files=()):
-        socket.send_fds(ours, [json.dumps(call, default=str).encode()], list(files))
-        return ours.recv(16)
-
-    with ours, subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()]) as process:
-        theirs.close()
-        yield ask
-        ours.close()
-        process.wait()
-
-
-@pytest.fixture(scope="session")
-def fork(_asked):
-    """Starts a program beside the test: a file, ``-m jaxche`` or ``-c``, with its arguments."""
-    return lambda *program, **options: Forked(_asked, program, **options)
-
-
-@pytest.fixture(scope="session")
-def run_forked(fork):
-    """Runs a program in a fork to its end, and its ranks in forks of that."""
-
-    def run(*program, **options):
-        with fork(*program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as run:
-            try:
-                out, err = run.communicate(timeout=150)
-            finally:
-                run.kill()
-        return subprocess.CompletedProcess(program, run.returncode, out, err)
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ import warnings
 import weakref
 from pathlib import Path
 
+from jax._src.xla_bridge import backends_are_initialized
+
 from jaxche.cluster import _worker_group, launch
 from jaxche.distributed import _coordinator
 
@@ -43,14 +45,17 @@ class Fork(subprocess.Popen):
             return
         self.pid = os.fork()
         if not self.pid:
-            become(words, given["env"], pipes[0], pipes[3], pipes[5])
+            become(words, given["env"] or dict(os.environ), pipes[0], pipes[3], pipes[5])
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
 
 def forked_words(args, env):
-    """The program and its arguments; none for other programs, and where Python or JAX read other values first."""
-    if args[0] != sys.executable or early(env or {}) != early(os.environ):
+    """The program and its arguments; none for other programs, and where Python or JAX read other values first.
+
+    Nor for any where this process has started JAX's runtime, with whose threads it cannot fork.
+    """
+    if args[0] != sys.executable or early(env or os.environ) != early(os.environ) or backends_are_initialized():
         return None
     if args[1:4] == ["-P", "-m", _coordinator.__name__]:  # its PYTHONPATH has the folders of this process
         return [_coordinator.__file__, *args[4:]]
@@ -87,7 +92,8 @@ def become(words, env, *files):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, file in enumerate(files):
-            os.dup2(file, number)
+            if file != -1:  # else that of this process
+                os.dup2(file, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         # Another thread may have been writing to the old ones, which close no file when they go.
         sys.stdout, sys.stderr = (

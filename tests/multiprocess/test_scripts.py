@@ -69,10 +69,10 @@ def test_a_script_that_is_stopped_leaves_nothing(words, last, until):
 
 
 @pytest.mark.slow
-def test_runs_come_through_faults():
+def test_runs_come_through_faults(run_forked):
     # test_resumed.py has the other kinds: a rank that dies, and one that hangs.
     words = ["--kinds", "term,throttle,disk full,torn checkpoint", "--faults", "4", "--undisturbed", "8", "--seed", "7"]
-    done = run("chaos.py", *words)
+    done = run_forked(ROOT / "scripts/chaos.py", *words, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 of 4 runs came through" in done.stdout
 
@@ -92,8 +92,8 @@ def test_an_elastic_run_comes_through_a_stop_and_a_wrong_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_peers_are_compared_in_one_table(tmp_path):
-    done = run("bench_peers.py", "--quick", "--json", str(tmp_path / "peers.json"))
+def test_peers_are_compared_in_one_table(run_forked, tmp_path):
+    done = run_forked(ROOT / "scripts/bench_peers.py", "--quick", "--json", tmp_path / "peers.json", timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     fleet = json.loads((tmp_path / "peers.json").read_text())["fleets"]["20/50"]
     assert list(fleet) == ["jaxche", "plain jit"]
