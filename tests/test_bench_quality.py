@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import bench_quality as bench
@@ -45,18 +43,21 @@ def test_each_line_of_the_results_is_one_run_of_a_known_arm():
 
 
 @pytest.mark.slow
-def test_a_run_is_not_repeated(tmp_path):
+def test_a_run_is_not_repeated(run_forked, tmp_path):
     words = ["--task", "digits", "--cells", "20/50@5", "--deadline", "1", "--grid", "2e-3", "--cache", tmp_path]
     words += ["--arms", "fast device alone", "160 ms, averaged", "--measures", "annealed", "constant"]
-    command = [sys.executable, SCRIPTS / "bench_quality.py", "--results", tmp_path / "results.jsonl", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    command = [SCRIPTS / "bench_quality.py", "--results", tmp_path / "results.jsonl", *words]
+    done = run_forked(*command, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("seed 0") == 4
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["curve"][-1][0] <= 1000
         assert row["curve"][-1][1] == row["loss"]
     assert [row["batches"] for row in rows if row["arm"] == arms.BASELINE] == [50, 50]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    again = run_forked(*command, timeout=300)
+    assert again.returncode == 0, again.stderr
     assert "seed 0" not in again.stdout
-    shown = subprocess.run([*command, "--table"], capture_output=True, text=True, timeout=300, check=True)
+    shown = run_forked(*command, "--table", timeout=300)
+    assert shown.returncode == 0, shown.stderr
     assert "| fast device alone (best plain) | 0.002* | 1 | 50 |" in shown.stdout

@@ -193,18 +193,13 @@ class Sources(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(run_forked, tmp_path_factory):
     """The pages, as `scripts/docs` builds them."""
     folder = tmp_path_factory.mktemp("site")
     script = (ROOT / "scripts/docs").read_text(encoding="utf8")
     arguments = re.search(r"-m (sphinx .*) docs ", script)[1].split()
-    built = subprocess.run(
-        [sys.executable, "-m", *arguments, "docs", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    built = run_forked("-m", *arguments, "docs", folder, cwd=ROOT, env=env)
     assert built.returncode == 0, built.stderr
     return folder
 

