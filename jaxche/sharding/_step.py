@@ -266,7 +266,8 @@ def sharded_step(
         ``optax.chain(optax.clip_by_global_norm(1.0), ...)``.
       strategy: ``FullShard()``, ``ShardGradOp()``, ``NoShard()``, ``HybridShard(n)`` or ``HybridShardGradOp(n)``.
       mesh: from ``strategy.mesh(devices)``; default: a mesh of all devices.
-      accumulate: number of micro-batches of a batch, computed one after the other; gradients are averaged.
+      accumulate: number of micro-batches of a batch, computed one after the other; gradients are averaged, and each
+        micro-batch gets the model state that the one before it returned.
       compute_dtype: dtype in which ``loss_fn`` gets real float parameters and arrays of the batch, e.g.
         ``jnp.bfloat16``; parameters, sums of gradients and the optimizer state keep their own.
       seed: seed of ``rng=``.
