@@ -74,7 +74,7 @@ def alternate(monkeypatch):
 @pytest.mark.parametrize("options", [{"wire": "int4"}, {"wire": "int8", "overlap": 0.5}, {"overlap": 0.25}])
 def test_local_steps_have_the_wire_and_the_overlap_and_updates_neither(trainer, large, monkeypatch, options):
     alternate(monkeypatch)
-    one = trainer((20, 60), **options)
+    one = trainer(**options)
     state, history = fit(one, large, epochs=2)
     sync = [info for info in history if info.policy == "sync"]
     local = [info for info in history if info.policy == "cadence"]
@@ -109,15 +109,14 @@ def test_what_rounding_leaves_outlasts_exact_sync(trainer, large, monkeypatch, s
     ids=["wire", "wire and overlap", "wire auto"],
 )
 def test_a_run_repeats_resumes_and_replays(trainer, large, same, tmp_path, told, options, epochs):
-    # Two replicas compile half the programs of four.
-    one = trainer((20, 60), **options)
+    one = trainer(**options)
     # A checkpoint waits for the merge in flight, so both runs save after each epoch.
     saves = {"checkpoint_every": jaxche.Every(epochs=1)}
     state, history = fit(one, large, epochs, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
     assert {info.policy for info in history} == {"sync", "cadence"}
     assert "int4" in {info.wire for info in history}
     fit(one, large, epochs // 2, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
-    other = trainer((20, 60), **options)
+    other = trainer(**options)
     resumed, whole = fit(other, large, epochs, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
