@@ -20,9 +20,8 @@ from jax.extend.core import Literal
 def are_params(tx: optax.GradientTransformation, params: Any) -> list[bool]:
     """Whether each leaf of ``tx.init(params)``, whose arguments may be shapes, is a parameter."""
     program, leaves = jax.make_jaxpr(tx.init)(params), jax.tree.leaves(params)
-    copied = [[i for i, _ in enumerate(leaves) if inputs >> i & 1] for inputs in inputs_of(program.jaxpr)]
-    outputs = zip(copied, program.out_avals, strict=True)
-    return [len(of) == 1 and jnp.shape(leaves[of[0]]) == aval.shape for of, aval in outputs]
+    outputs = zip(inputs_of(program.jaxpr), program.out_avals, strict=True)
+    return [of.bit_count() == 1 and jnp.shape(leaves[of.bit_length() - 1]) == aval.shape for of, aval in outputs]
 
 
 def stepped_params(tx: optax.GradientTransformation, params: Any) -> list[str]:

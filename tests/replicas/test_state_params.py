@@ -9,7 +9,7 @@ import pytest
 import jaxche
 from jaxche.replicas._state_params import are_params, stepped_params
 
-PARAMS = {"a": jnp.ones(()), "b": jnp.ones(3, jnp.bfloat16), "w": jnp.ones((4, 3))}
+PARAMS = {"b": jnp.ones(3, jnp.bfloat16), "w": jnp.ones((4, 3)), "z": jnp.ones(())}
 
 
 def float32_copies(tx):
@@ -55,7 +55,7 @@ OPTIMIZERS = {
     ),
     "iterates of some": (
         optax.partition(
-            {"a": optax.adam(0.1), "z": optax.contrib.schedule_free_sgd(0.1)}, {"a": "z", "b": "a", "w": "z"}
+            {"a": optax.adam(0.1), "z": optax.contrib.schedule_free_sgd(0.1)}, {"b": "a", "w": "z", "z": "z"}
         ),
         ".z[",
         True,
