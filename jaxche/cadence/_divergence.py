@@ -105,13 +105,14 @@ class DivergenceCorrection:
         return f"DivergenceCorrection(ceiling={self.ceiling}, calm={self.calm}, growth={self.guard.rate:.4g} a step)"
 
     def apply(
-        self, before: ElChe, after: ElChe, drift: float, k_max: int
+        self, before: ElChe, after: ElChe, drift: float, k_max: int | None = None
     ) -> tuple[DivergenceCorrection, ElChe, Verdict]:
         """Check the drift of a round whose fastest replica took ``k_max`` steps, and limit the anchor of the next.
 
-        ``before`` is the cadence of the round, and ``after`` that of the next round by its timings alone.
+        ``before`` is the cadence of the round, whose largest count is the default, and ``after`` that of the next round
+        by its timings alone.
         """
-        guard, verdict = self.guard.observe(drift, k_max)
+        guard, verdict = self.guard.observe(drift, k_max or max(before.batch_counts))
         calm = self.calm + 1 if verdict is Verdict.CALM else 0
         seen = replace(self, guard=guard, calm=calm)
         if verdict is Verdict.NUDGE:
