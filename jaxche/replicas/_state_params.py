@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
+from jaxche.scaling import with_extra_args
+
 
 def are_params(tx: optax.GradientTransformation, params: Any) -> list[bool]:
     """Whether each leaf of ``tx.init(params)``, whose arguments may be shapes, is a parameter."""
@@ -26,13 +28,13 @@ def are_params(tx: optax.GradientTransformation, params: Any) -> list[bool]:
 
 def stepped_params(tx: optax.GradientTransformation, params: Any) -> list[str]:
     """The paths of the parameters in the state that updates are computed from, and change."""
-    tx = optax.with_extra_args_support(tx)
+    wide: Any = with_extra_args(tx)
     state, found = jax.eval_shape(tx.init, params), are_params(tx, params)
     if not any(found):
         return []
 
     def update(state: Any, params: Any, value: Any) -> Any:
-        return tx.update(params, state, params, value=value)
+        return wide.update(params, state, params, value=value)
 
     program = jax.make_jaxpr(update)(state, params, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
     after = program.outvars[-len(found) :]

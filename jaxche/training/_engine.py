@@ -160,9 +160,8 @@ class Engine:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
-            if (
-                self._settings.wire != "float32" and self._settings.opt_state == "average"
-            ):  # "auto" may take codes later
+            # The wire "auto" may take codes later.
+            if self._settings.wire != "float32" and self._settings.opt_state == "average":
                 self._coded = are_coded(self._tx, shapes)
             self._replica_mesh = self._make_mesh(shapes)
 
