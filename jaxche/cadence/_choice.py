@@ -22,8 +22,8 @@ _AT_ONCE = 0.75
 # Progress of local steps beside merges, relative to steps that wait for them: moments are not merged. It falls further
 # with the time until the result of a merge comes in.
 _BESIDE = 0.92
-# Another choice must have this much more expected progress, because its programs have to be compiled. To leave out some
-# of the replicas that take local steps compiles nothing.
+# Another choice must have this much more expected progress, because measurements vary. To leave out some of the
+# replicas that take local steps needs only more.
 _BETTER = 1.08
 # τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
@@ -52,6 +52,8 @@ class Choice:
       given_up: how often local steps were given up.
       merge_ratio: time of a merge of local steps relative to that of exact sync, as measured at the last change.
       before_ms: time of a merge before the last change, until the merges after it are measured; then 0.
+      since_ms: the clock at the last change of the policy or of ``joined``.
+      compiled: policy and ``joined`` of each choice so far, because their programs are compiled.
     """
 
     policy: ApplyPolicy = ApplyPolicy.SYNC
@@ -62,6 +64,8 @@ class Choice:
     given_up: int = 0
     merge_ratio: float = 1.0
     before_ms: float = 0.0
+    since_ms: float = 0.0
+    compiled: tuple[tuple[str, int], ...] = ()
 
     @property
     def patience(self) -> int:
@@ -98,6 +102,16 @@ class Choice:
             return measured_ms / self.merge_ratio, measured_ms
         return measured_ms, measured_ms * self.merge_ratio
 
+    def gives_way_to(self, best: Option, same: Option, clock_ms: float, compile_ms: float) -> bool:
+        """Whether the best option is clearly better than ``same``, which is this choice, and worth its compilation.
+
+        It is if it would have saved as much time since the last change. The first choice waits for nothing.
+        """
+        is_better = best.progress >= _BETTER * same.progress
+        if not self.compiled or (best.policy.value, best.joined) in self.compiled:
+            return is_better
+        return is_better and (clock_ms - self.since_ms) * (1 - same.progress / best.progress) >= compile_ms
+
     def with_local_ms(self, sync_samples: Sequence[float], local_ms: float) -> Choice:
         """The choice where a merge of local steps takes another time from now on, with another wire."""
         return replace(self, merge_ratio=local_ms / self.merges_ms(sync_samples)[0])
@@ -105,7 +119,8 @@ class Choice:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
         """The choice from the result of ``to_dict``."""
-        return cls(**{**saved, "policy": ApplyPolicy(saved["policy"]), "active": tuple(saved["active"])})
+        tuples = {"active": tuple(saved["active"]), "compiled": tuple(map(tuple, saved.get("compiled", ())))}
+        return cls(**{**saved, **tuples, "policy": ApplyPolicy(saved["policy"])})
 
 
 @dataclass(frozen=True)
@@ -212,9 +227,12 @@ def alone_batches(sync_ms: float, fast_ms: float) -> int:
     return max(20, math.ceil(100 * sync_ms / fast_ms))
 
 
-def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:
+def choose(
+    now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1, clock_ms: float = 0.0
+) -> Choice:
     """The choice after a round; ``now`` is kept unless another choice has clearly more expected progress.
 
+    A choice whose programs are not compiled also has to be worth the time of the longest compilation so far.
     Under exact sync it is made after each of the first 16 updates, then after every 16th. Only rounds of local steps
     measure how fast replicas move apart. After many rounds of exact sync the measurement is discarded, so that local
     steps are tried again. Rows are shared in multiples of ``unit``.
@@ -246,13 +264,14 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
     leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE and not all(best.active)
-    if same and not leaves_some_out and best.progress < _BETTER * same[0].progress:
+    if same and not leaves_some_out and not now.gives_way_to(best, same[0], clock_ms, shares.compile_ms):
         best = same[0]
     active, is_sync = () if all(best.active) else best.active, best.policy is ApplyPolicy.SYNC
     changed = (best.policy, active) != (now.policy, now.active)
     changed |= not is_sync and bool(best.joined) != bool(now.joined)
     since = round if changed or round - now.since >= now.patience else now.since
     before_ms = now.before_ms if best.policy is now.policy else (local_ms if local else sync_ms)
+    is_kept = (best.policy, best.joined) == (now.policy, now.joined)
     return replace(
         now,
         policy=best.policy,
@@ -262,6 +281,8 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
         since=since,
         given_up=now.given_up + (local and is_sync),
         before_ms=before_ms,
+        since_ms=now.since_ms if is_kept else clock_ms,
+        compiled=tuple(dict.fromkeys((*now.compiled, (best.policy.value, best.joined)))),
     )
 
 

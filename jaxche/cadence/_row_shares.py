@@ -58,7 +58,7 @@ class RowShares:
       joined: batches of the joined batch.
       ranks: the measured times of each rank.
       used: the shares so far, newest first; the last are those of the start, in which every rank has rows.
-      compile_ms: the longest compilation of new shares.
+      compile_ms: the longest compilation of steps.
       lost_ms: what the rounds since the last new shares have lost against the best ones.
       shapes_differ: whether steps have joined rows of different shapes; local steps then take whole batches.
     """
@@ -83,7 +83,7 @@ class RowShares:
     ) -> RowShares:
         """The shares with the steps of each rank in a round, its rows and its time in all of them.
 
-        ``compile_ms`` is the compilation of new shares before the round.
+        ``compile_ms`` is the longest compilation of steps so far.
         """
         ranks, round_ms = self.ranks or (RankTimes(),) * len(wall_ms), max(wall_ms)
         given = zip(ranks, steps, rows, wall_ms, strict=True)

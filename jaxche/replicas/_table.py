@@ -30,7 +30,7 @@ class HostColumns(NamedTuple):
     wall_ms: float  # time of the steps
     group_ms: float  # time in merges with its group, waits included
     compile_ms: float  # time in which it compiled for batches of other shapes, in neither of these
-    prepare_ms: float  # time in which its process compiled before the round, for new shares of rows
+    prepare_ms: float  # the longest time in which its process has compiled before a round
     last_sync_ms: float  # cost of the merge before this one
     last_hidden_ms: float  # the part of it that ran beside steps
     last_exchange_ms: float  # the part of it in which measurements were exchanged

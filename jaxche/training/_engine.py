@@ -141,6 +141,7 @@ class Engine:
         self._form: Any = None  # of the state that was last checked
         self._opt_states_differ: bool | None = None
         self._cut: Any = None  # of the last round whose batches were joined
+        self.compile_ms = 0.0  # the longest compilation before a round
         self._pool = Threads(len(self.ranks), thread_name_prefix="jaxche-replica")
 
     def _set_order(self, order: Sequence[int]) -> None:
@@ -306,11 +307,8 @@ class Engine:
             replica.batch_rows = self.batch_size
         return batch
 
-    def start(self, planned: PlannedRound) -> tuple[list[Feed], float]:
-        """Start to read a round, and compile its programs before any clock starts.
-
-        Returns one feed for each local replica, and the milliseconds of compilation.
-        """
+    def start(self, planned: PlannedRound) -> list[Feed]:
+        """Start to read a round, one feed for each local replica, and compile its programs before any clock starts."""
         plan, given = planned.plan, planned.given
         # A step on a part of a batch may have no rows, and any step may be such a one: a replay runs all planned steps.
         counts = plan.counts if plan.shares else given.done or plan.counts
@@ -319,12 +317,13 @@ class Engine:
             # On one device a step whose pieces have unlike shapes runs them one after the other: their gradients add up
             # to that of the joined batch, and a local step makes an update for each shape.
             feed.divides = isinstance(replica.placement, DevicePlacement)
-        return feeds, self._compile_other_sizes(planned, feeds)
+        self._compile_other_sizes(planned, feeds)
+        return feeds
 
-    def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> float:
+    def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> None:
         """Compile for the last batch of an epoch, which may be smaller, and for new shares of rows.
 
-        An error here occurs again in the run, and becomes part of the result. Returns the milliseconds that it took.
+        An error here occurs again in the run, and becomes part of the result.
         """
         took_ms = 0.0
         plan, local_states = planned.plan, planned.state.local_states
@@ -349,7 +348,7 @@ class Engine:
                         replica.warm_up(local, batch)
             if compiled:
                 took_ms += (time.perf_counter() - clock) * 1e3
-        return took_ms
+        self.compile_ms = max(self.compile_ms, took_ms)
 
     def compile(self, batches: Sequence[tuple[Replica, LocalState, Any]]) -> list[tuple[Replica, LocalState, Any]]:
         """Compile steps for these batches of different replicas, all at once; returns those that were not compiled yet.

@@ -345,7 +345,7 @@ def next_shares(
 ) -> TrainerState:
     """The state with the shares of the rows that follow from the times of the round, and with the choice.
 
-    ``max_rows`` are the most rows of a step of each replica; ``compile_ms`` is the compilation before the round.
+    ``max_rows`` are the most rows of a step of each replica; ``compile_ms`` is the longest compilation so far.
     """
     shares, che, choice = state.row_shares, state.che, state.choice
     if che is None:
@@ -353,7 +353,7 @@ def next_shares(
     shares = shares.report(info.counts, info.rows, info.wall_ms, compile_ms)
     unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))
     if choice is not None:
-        choice = choose(choice, shares, che, batch_size, info.round, unit)
+        choice = choose(choice, shares, che, batch_size, info.round, unit, state.clock_ms)
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
             che = replace(che, travel_samples=())
     state = replace(state, choice=choice, che=che)

@@ -117,7 +117,9 @@ class PreparedEngine(Engine):
                 data_seen = self.data_digest(data) if self._group.num_processes > 1 else ""
                 batch = self._measured(self.reader(data), plan)
                 constants = self._build(local_states[0], batch, self.batch_size)
+                clock = time.perf_counter()
                 self.compile([(*one, batch) for one in zip(self._replicas, local_states, strict=True)])
+                self.compile_ms = (time.perf_counter() - clock) * 1e3
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
             with self._group.errors_everywhere(self.ranks[0], _PLACE):
                 for replica, local in zip(self._replicas, local_states, strict=True):

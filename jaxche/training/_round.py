@@ -95,7 +95,7 @@ class RoundStatistics:
       group_ms: time of each replica in merges with its group, waits included.
       busy_ms: time of each replica to the end of its steps, both of them.
       compile_ms: time in which each replica compiled meanwhile, in neither of them.
-      prepare_ms: time of compilation before the round, that of the slowest process.
+      prepare_ms: the longest compilation before a round so far, of all processes.
       last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
         core; the mean would follow a replica that started late, e.g. after an evaluation.
       last_hidden_ms: the part of the previous merge that ran beside steps, the median too.

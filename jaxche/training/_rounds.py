@@ -290,12 +290,13 @@ class Rounds:
         """
         planned = self._planned(state, data, end or ENDLESS, given)
         engine, settings = self._engine, self._settings
-        feeds, prepare_ms = engine.start(planned)
+        feeds = engine.start(planned)
         clock = time.perf_counter()
         results = engine.run(planned, feeds)
         if end is not None:
             self._prefetch(planned, end)
         stop = self._stop
+        prepare_ms = max(engine.compile_ms for engine in self._engines)
         rows = host_rows(planned, engine.ranks, results, stop, prepare_ms)
         if self._membership:
             self._membership.poll()

@@ -174,6 +174,26 @@ def test_a_little_more_progress_is_no_reason_to_change(sync_ms, tau_ms, better):
         assert choose(Choice(policy, 1), shares, che, BATCH, 10).policy is policy
 
 
+def test_another_choice_waits_until_it_would_have_saved_its_compilation():
+    shares, che = measured((20, 50), 40.0, 2e3 / 0.45)
+    shares = shares.report([1, 1], [BATCH, BATCH], [20.0, 50.0], compile_ms=600.0)
+    best = choose(Choice(), shares, che, BATCH, 10)
+    assert (best.policy, best.joined, best.since_ms) == (ApplyPolicy.CADENCE, 1, 0.0)
+    assert best.compiled == (("cadence", 1),)
+
+    now = Choice(ApplyPolicy.SYNC, 1, since_ms=5e3, compiled=(("sync", 1),))
+    progress = {one.policy: one.progress for one in ways(shares, 40.0, 2e3) if one.joined == 1}
+    gain = 1 - progress[now.policy] / progress[best.policy]
+    enough_ms = 5e3 + 600.0 / gain
+    kept = choose(now, shares, che, BATCH, 10, clock_ms=enough_ms - 1.0)
+    assert (kept.policy, kept.since_ms, kept.compiled) == (now.policy, now.since_ms, now.compiled)
+    changed = choose(now, shares, che, BATCH, 10, clock_ms=enough_ms + 1.0)
+    assert (changed.policy, changed.since_ms) == (best.policy, enough_ms + 1.0)
+    assert changed.compiled == (("sync", 1), ("cadence", 1))
+    for compiled in ((), changed.compiled):
+        assert choose(replace(now, compiled=compiled), shares, che, BATCH, 10).policy is best.policy
+
+
 def test_replicas_are_left_out_of_local_steps_for_little_progress():
     now, shares, che = Choice(ApplyPolicy.CADENCE, 1), *measured((20, 50), 66.0, 2500.0 / 0.45)
     found = ways(shares, 66.0, 2500.0)

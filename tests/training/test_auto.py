@@ -105,7 +105,7 @@ def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told)
 def alternate(monkeypatch):
     """Choose exact sync and local steps in turns, three rounds each."""
 
-    def choose(now, shares, che, batch_rows, round, unit=1):
+    def choose(now, shares, che, batch_rows, round, unit=1, clock_ms=0.0):
         return replace(now, policy=ApplyPolicy.CADENCE if (round + 1) // 3 % 2 else ApplyPolicy.SYNC)
 
     monkeypatch.setattr(plan_module, "choose", choose)

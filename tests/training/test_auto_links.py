@@ -64,7 +64,7 @@ def coded(trainer, large):
 def alternate(monkeypatch):
     """Choose exact sync and local steps in turns, three rounds each."""
 
-    def choose(now, shares, che, batch_rows, round, unit=1):
+    def choose(now, shares, che, batch_rows, round, unit=1, clock_ms=0.0):
         policy = ApplyPolicy.CADENCE if (round + 1) // 3 % 2 else ApplyPolicy.SYNC
         return dataclasses.replace(now, policy=policy)
 
