@@ -1,0 +1,145 @@
+"""The ways to use the replicas of a fleet, with the progress that each is expected to make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxche.cadence._rounds import ApplyPolicy
+from jaxche.cadence._row_shares import Cut, RowShares
+from jaxche.cadence._shared_steps import best_shared_ms, best_shared_steps, effective_ranks, more_steps, shared_worth
+from jaxche.cadence._tuner_progress import MergeCost, best_round_ms
+
+# An update from k batches makes as much progress as k ** _AT_ONCE updates from one; so do k replicas of equal speed
+# that take a step each and merge. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
+_AT_ONCE = 0.75
+# Progress of local steps beside merges, relative to steps that wait for them: moments are not merged. It falls further
+# with the time until the result of a merge comes in.
+_BESIDE = 0.92
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to use the replicas, and its expected progress.
+
+    Attributes:
+      policy: ``sync`` or ``cadence``.
+      joined: as :attr:`Choice.joined`.
+      active: whether each replica takes part; empty for all.
+      progress: in steps of the fastest replica alone.
+      rate: the share of the summed speeds.
+      round_ms: the length of a round without its merge.
+    """
+
+    policy: ApplyPolicy
+    joined: int
+    active: tuple[bool, ...]
+    progress: float
+    rate: float
+    round_ms: float
+
+
+class Costs(NamedTuple):
+    """What the ways to use the replicas cost, in milliseconds.
+
+    Attributes:
+      sync_ms: a merge of exact sync.
+      local: a merge of local steps.
+      tau_ms: round length τ at which local steps on whole batches make half of their progress.
+    """
+
+    sync_ms: float
+    local: MergeCost
+    tau_ms: float
+
+    def rate(self, round_ms: float) -> float:
+        """The share of the time in which replicas take local steps on whole batches, T / (T + C)."""
+        return round_ms / (round_ms + self.local.added_ms(round_ms))
+
+    def worth(self, round_ms: float, tau_ms: float) -> float:
+        """The progress of local steps beside merges, relative to steps that wait for them, 0.92 / (1 + f T / τ)."""
+        overlap = self.local.overlap
+        return _BESIDE / (1 + overlap * round_ms / tau_ms) if overlap else 1.0
+
+
+def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: Costs, shared: int = 0) -> list[Option]:
+    """All ways to use these replicas, with their progress.
+
+    sync:     k^0.75 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
+    cadence:  0.93 k^0.75 / T_k · R D / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
+    cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+
+    R = T / (T + C) is the share of the time that is not spent on merges; with overlap C is what a merge adds, and
+    D = 0.92 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
+    Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
+    batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are then an option if they
+    make more progress than all on whole batches. ``cuts`` are those of :meth:`RowShares.cuts`, and ``shared`` is the
+    number of batches that local steps share, 0 if they are on whole batches.
+    """
+    fixed, slope = shares.fit()
+    ms = fixed + slope * batch_rows
+    found, whole = _sync_options(ms, cuts, costs.sync_ms), _whole_options(ms, costs)
+    if not shared:
+        return found + whole
+    found.append(_shared_option(ms, cuts[shared], shared, costs))
+    best = max(whole, key=lambda one: one.progress)
+    return [*found, best] if best.active else found
+
+
+def _sync_options(ms: np.ndarray, cuts: Mapping[int, Cut], sync_ms: float) -> list[Option]:
+    """Exact sync of different numbers of batches."""
+    fast, summed = float(ms.min()), (1 / ms).sum()
+    # At most what all do while the fastest replica does one batch. Steps of few rows may take as long as those of many:
+    # then that is measured, and other options win.
+    most = math.ceil(fast * summed - 1e-9)
+    return [
+        Option(
+            ApplyPolicy.SYNC, k, (), k**_AT_ONCE / (wall + sync_ms) * fast, k / (wall + sync_ms) / summed, round_ms=wall
+        )
+        for k, (_, wall) in cuts.items()
+        if k <= most
+    ]
+
+
+def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: Costs) -> Option:
+    """Local steps that share batches, in rounds of their best length."""
+    speed, fast, (rows, wall) = 1 / ms, float(ms.min()), cut
+    alike, tau = effective_ranks(rows), costs.tau_ms / more_steps(speed, shared)
+    number = max(1, round(best_shared_ms(costs.local, tau, alike) / wall))
+    number = best_shared_steps(number, costs.local, tau, alike, wall)
+    length = number * wall
+    rate = shared / wall * length / (length + costs.local.added_to([length], [number]))
+    worth = shared ** (_AT_ONCE - 1) * shared_worth(length, tau, alike) * costs.worth(length, tau)
+    return Option(ApplyPolicy.CADENCE, shared, (), rate * worth * fast, rate / speed.sum(), length)
+
+
+def _whole_options(ms: np.ndarray, costs: Costs) -> list[Option]:
+    """Local steps on whole batches, by the fastest replica, by the two fastest, and so on to all."""
+    speed, world, fast = 1 / ms, len(ms), float(ms.min())
+    order = np.argsort(ms, kind="stable")
+    place, tau = np.argsort(order), costs.tau_ms
+    found = []
+    for m in range(1, world + 1):
+        v, active = speed[order[:m]], tuple((place < m).tolist())
+        if m == 1:
+            length, worth = alone_batches(costs.local.ms, fast) * fast, 1.0
+        else:
+            length = max(best_round_ms(costs.local, tau), fast)
+            worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / tau) * costs.worth(length, tau)
+        rate = float(v.sum()) * costs.rate(length)
+        active = active if m < world else ()
+        found.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
+    return found
+
+
+def alone_batches(sync_ms: float, fast_ms: float) -> int:
+    """Batches between the merges of a replica that trains alone; the merges take at most 1 % of the time.
+
+    The choice is made again after each of them, so they are few: at the start of a run replicas move fast, and soon the
+    others are worth having.
+    """
+    return max(20, math.ceil(100 * sync_ms / fast_ms))
