@@ -57,7 +57,8 @@ def check_transform(name: str, tx: Any) -> None:
             "loss = jaxche.NNXLoss(model, loss_fn, optimizer), tx=loss.tx and trainer.init(loss.params, "
             "loss.model_state, loss.opt_state), or tx=optimizer.tx to begin with a new state"
         )
-    made, name_of = "optax.adam(1e-3)", getattr(tx, "__qualname__", "")
+    made = "optax.sgd(0.7, momentum=0.9, nesterov=True)" if name == "outer" else "optax.adam(1e-3)"
+    name_of = getattr(tx, "__qualname__", "")
     if "<locals>" in name_of:  # a function that another one returned, as optax.cosine_decay_schedule does
         made = "optax.adam(learning_rate=schedule) for a schedule"
     elif getattr(tx, "__module__", "").startswith("optax"):

@@ -85,6 +85,8 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
                 )
             raise
         loss, aux = loss_and_aux(result)
+        if not outputs:
+            _refuse_gradients(loss, aux, params)
         if "model_state" in wanted:
             if not isinstance(aux, tuple) or isinstance(aux, Weighted) or len(aux) != 2:
                 raise ValueError(
@@ -152,6 +154,19 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
             'return loss, {"accuracy": accuracy}'
         )
     return result
+
+
+def _refuse_gradients(loss: Any, aux: Any, params: Any) -> None:
+    """ValueError for what jax.grad and jax.value_and_grad return: arrays of the shapes of the parameters."""
+    found = aux if hasattr(loss, "shape") else loss
+    if jax.tree.structure(found) != jax.tree.structure(params):
+        return
+    shapes, own = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (found, params))
+    if shapes == own and any(shapes):
+        raise ValueError(
+            "loss_fn returned arrays of the shapes of the parameters; the trainer takes the gradient itself: leave "
+            "jax.grad or jax.value_and_grad out, and write jaxche.Trainer(loss_fn, tx)"
+        )
 
 
 def mean_of(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,6 +54,22 @@ def test_refused_results(result):
 def test_refused_metrics(metrics, message):
     with pytest.raises(ValueError, match=message):
         as_loss(lambda params, batch: (params, metrics))(2.0, None, 3.0, None)
+
+
+def test_gradients_are_refused_with_what_to_leave_out():
+    params = {"w": jnp.ones((2, 3)), "b": jnp.float32(1.0)}
+
+    def loss(params, batch):
+        return (params["w"] ** 2).mean() + params["b"]
+
+    for wrong in (jax.grad(loss), jax.value_and_grad(loss)):
+        with pytest.raises(ValueError, match=r"leave jax\.grad or jax\.value_and_grad out"):
+            as_loss(wrong)(params, None, None, None)
+    # Metrics with the names of parameters are none, and with outputs= arrays of any shape are allowed.
+    assert as_loss(lambda w, batch: (w["b"], w))({"b": jnp.float32(1.0)}, None, None, None)[1][0] == {"b": 1.0}
+    as_loss(jax.value_and_grad(loss), outputs=True)(params, None, None, None)
+    with pytest.raises(ValueError, match=r"loss\.mean\(\)"):
+        as_loss(lambda w, batch: w**2)(jnp.ones(3), None, None, None)
 
 
 def test_arguments_without_a_value_are_refused():

@@ -436,7 +436,7 @@ class Empty:
         ({"tx": 0.1}, "tx=0.1"),
         ({"loss_fn": "mse"}, "loss_fn='mse'"),
         ({"loss_fn": lambda params: 0.0}, r"def loss_fn\(params, batch\)"),
-        ({"outer": 0.7}, "outer=0.7"),
+        ({"outer": 0.7}, r"outer=0\.7 is not an optax transformation; write e\.g\. outer=optax\.sgd\(0\.7"),
         ({"average": "gradients", "merge": "batch"}, "average='parameters'"),
         ({"che": jaxche.ElChe(world_size=5)}, r"world_size=5, but there are 2.*write che=jaxche.ElChe\(world_size=2, "),
         (
