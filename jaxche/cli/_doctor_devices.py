@@ -70,7 +70,10 @@ def extra_for(driver: str) -> str:
 
 def install_line() -> str:
     """The line that installs JAX with the CUDA that the driver of this machine runs."""
-    extra = extra_for(read_driver().version)
+    return _install(extra_for(read_driver().version))
+
+
+def _install(extra: str) -> str:
     return f"pip install 'jaxche[{extra}]'" if extra else "pip install 'jaxche[cuda13]' (or cuda12)"
 
 
@@ -99,10 +102,8 @@ def cuda_finding(
     """CUDA and cuDNN of JAX, compared with the driver and with those that JAX was built for."""
     fitting = extra_for(driver.version)
     if not plugins:
-        text = "JAX is installed without CUDA"
-        if not fitting:
-            return Finding("cuda", text, "pip install 'jaxche[cuda13]' (or cuda12)")
-        return Finding("cuda", f"{text}; the extra for this driver is {fitting}", f"pip install 'jaxche[{fitting}]'")
+        hint = f"; the extra for this driver is {fitting}" if fitting else ""
+        return Finding("cuda", f"JAX is installed without CUDA{hint}", _install(fitting))
     if len(plugins) > 1:
         wrong = plugins[1] if fitting in ("", f"cuda{plugins[0]}") else plugins[0]
         text = f"the plugins for CUDA {' and '.join(map(str, plugins))} are both installed"
@@ -112,24 +113,27 @@ def cuda_finding(
     name = f"jax-cuda{major}-plugin"
     if driver.version and _major(driver.version) < _OLDEST_DRIVER[major]:
         text = f"{name} needs driver {_OLDEST_DRIVER[major]} or newer, and this is {driver.version}"
-        fix = f"pip uninstall -y {name} jax-cuda{major}-pjrt; pip install 'jaxche[{fitting}]'" if fitting else ""
-        return Finding("cuda", text, fix or f"install driver {_OLDEST_DRIVER[major]} or newer")
-    own = "LD_LIBRARY_PATH" in environ
-    elsewhere = "unset LD_LIBRARY_PATH, which comes before the libraries of pip"
-    again = f"pip install --force-reinstall 'jax[cuda{major}]=={importlib.metadata.version('jax')}'"
+        if not fitting:
+            return Finding("cuda", text, f"install driver {_OLDEST_DRIVER[major]} or newer")
+        return Finding("cuda", text, f"pip uninstall -y {name} jax-cuda{major}-pjrt; {_install(fitting)}")
+
+    def fix(pip: str) -> str:
+        own = "LD_LIBRARY_PATH" in environ
+        return "unset LD_LIBRARY_PATH, which comes before the libraries of pip" if own else f"pip install {pip}"
+
+    again = f"--force-reinstall 'jax[cuda{major}]=={importlib.metadata.version('jax')}'"
     if runtime.error:
-        return Finding("cuda", f"{name} cannot load {runtime.error}", elsewhere if own else again)
+        return Finding("cuda", f"{name} cannot load {runtime.error}", fix(again))
     text = f"CUDA {show_cuda(runtime.cuda)}, cuDNN {show_cudnn(runtime.cudnn)} ({name} was built for "
     text += f"{show_cuda(runtime.built_cuda)} and {show_cudnn(runtime.built_cudnn)}); extra cuda{major}"
     if runtime.cudnn // 100 < runtime.built_cudnn // 100:
-        return Finding("cuda", text, elsewhere if own else f"pip install -U nvidia-cudnn-cu{major}")
+        return Finding("cuda", text, fix(f"-U nvidia-cudnn-cu{major}"))
     if runtime.cuda // 1000 < runtime.built_cuda // 1000:
-        return Finding("cuda", text, elsewhere if own else f"pip install -U 'jax[cuda{major}]'")
+        return Finding("cuda", text, fix(f"-U 'jax[cuda{major}]'"))
     if errors:
         # The library of the driver, which no package of pip has.
         driverless = "cuInit" in errors[0] or "libcuda" in errors[0]
-        fix = _NO_DRIVER if driverless else elsewhere if own else again
-        return Finding("cuda", f"{name} does not start: {errors[0]}; {text}", fix)
+        return Finding("cuda", f"{name} does not start: {errors[0]}; {text}", _NO_DRIVER if driverless else fix(again))
     return Finding("cuda", text)
 
 
@@ -139,7 +143,8 @@ def read_driver() -> Driver:
 
     code, output = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     if code is None:  # a container may lack nvidia-smi
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _read(_DRIVER_FILE))
+        text = _DRIVER_FILE.read_text(encoding="utf8") if _DRIVER_FILE.exists() else ""
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
         return Driver(found[1]) if found else Driver()
     if code:
         return Driver(error=(output.strip().splitlines() or [f"exit code {code}"])[0])
@@ -241,13 +246,6 @@ def device_finding() -> Finding:
         fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
         return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
     return Finding("devices", text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf8")
-    except OSError:
-        return ""
 
 
 def _major(version: str) -> int:
