@@ -15,6 +15,7 @@ from jaxche.cli import _doctor_devices as device_checks
 from jaxche.cli._command import Command, exit_at_once, join, paint, print_error
 from jaxche.cli._doctor_checks import Finding
 from jaxche.cli._options import directory_path, integer, number
+from jaxche.messages import aligned
 
 if TYPE_CHECKING:
     from jaxche.cluster import Clock, ClusterInfo
@@ -154,8 +155,6 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
 
 
 def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clock]) -> None:
-    from jaxche.messages import aligned
-
     print(f"\n{len(reports)} processes")
     rows = [["process", "host", "devices", "memory free", "clock ahead"]]
     for rank, (one, clock) in enumerate(list(zip(reports, offsets, strict=True))[:_ROWS]):
@@ -168,8 +167,6 @@ def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clo
 
 
 def _print_links(links: Mapping[int, float], where: str) -> None:
-    from jaxche.messages import aligned
-
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]
     for size, ms in links.items():

@@ -57,18 +57,8 @@ exit codes:
 """
 
 # Options that also work with --emit.
-_EMIT_OPTIONS = (
-    "emit",
-    "nodes",
-    "image",
-    "volume",
-    "out",
-    "max_restarts",
-    "elastic",
-    "hang_timeout",
-    "module",
-    "command",
-)
+_EMIT_OPTIONS = ("emit", "nodes", "image", "volume", "out", "max_restarts", "elastic", "hang_timeout")
+_EMIT_OPTIONS += ("module", "command")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

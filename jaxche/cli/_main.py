@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jaxche
 from jaxche.cli import _coordinator, _doctor, _launch, _plan, _report, _simulate, _train
 from jaxche.cli._command import Command, Parser, exit_code
 from jaxche.cli._options import command_word, directory_path, file_path
@@ -75,21 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         (parser if command is None else _parsers(parser)[command.name]).refuse(unknown)
     if args.version or command is None:
-        return exit_code("", _print_version if args.version else _print_overview)
+        text = f"jaxche {jaxche.__version__}" if args.version else _OVERVIEW
+        return exit_code("", lambda: print(text) or 0)
     args.words = words
     return command.run(args)
-
-
-def _print_version() -> int:
-    import jaxche
-
-    print(f"jaxche {jaxche.__version__}")
-    return 0
-
-
-def _print_overview() -> int:
-    print(_OVERVIEW)
-    return 0
 
 
 def make_parser() -> Parser:

@@ -65,14 +65,13 @@ def add_out(
     parser: argparse._ActionsContainer,
     what: str,
     default: str | None = None,
-    kind: Callable[[str], str] | None = None,
+    kind: Callable[[str], str] = file_path,
     old: str | None = None,
 ) -> None:
     """Add ``-o`` and ``--out``, the one option of all commands for the place of their output.
 
-    ``what`` is written there; ``kind`` is ``file_path`` (default) or ``directory_path``, and ``old`` an earlier name.
+    ``what`` is written there; ``kind`` is ``file_path`` or ``directory_path``, and ``old`` an earlier name.
     """
-    kind = kind or file_path
     metavar = "FOLDER" if kind is directory_path else "FILE"
     parser.add_argument("-o", "--out", type=kind, metavar=metavar, default=default, help=f"where to write: {what}")
     if old is not None:

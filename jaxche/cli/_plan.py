@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
         "accumulate": args.accumulate,
         "compute_dtype": None if args.compute_dtype == "float32" else jnp.dtype(args.compute_dtype),
     }
-    costs = _of_task(args, options) if args.model is None else _of_function(args, options)
+    costs = _costs(args, options)
     lines = [f"{_name(args, costs)}, batches of {costs.batch_size} on {len(devices)} devices, compiled for cpu\n"]
     lines += [f"{explanation}\n" for explanation in costs.explanations if args.details]
     lines += [f"{costs}\n", f"next: {_next(args, costs)}"]
@@ -146,22 +146,20 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if costs.cheapest else 1
 
 
-def _of_task(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
+def _costs(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
+    from jaxche.sharding import compare_strategies, plan
+
+    if args.model is not None:
+        from jaxche.cli._target import load_function, user_errors
+
+        make = load_function(args.model)
+        with user_errors(args.model):
+            return plan(make, batch_size=args.batch_size, **options)
     from jaxche.cli._tasks import load
-    from jaxche.sharding import compare_strategies
 
     task = load(args.task, batch_size=args.batch_size or _ROWS)
     params, model_state = task.init(0)
     return compare_strategies(task.loss_fn, task.tx, params, task.data[0], model_state=model_state, **options)
-
-
-def _of_function(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
-    from jaxche.cli._target import load_function, user_errors
-    from jaxche.sharding import plan
-
-    make = load_function(args.model)
-    with user_errors(args.model):
-        return plan(make, batch_size=args.batch_size, **options)
 
 
 def _name(args: argparse.Namespace, costs: Comparison) -> str:

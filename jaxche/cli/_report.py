@@ -16,6 +16,7 @@ from jaxche.cli._command import Command, write_text
 from jaxche.cli._options import add_out, directory_path
 from jaxche.cli._result import Result, result_rows
 from jaxche.cli._run_folder import read_json
+from jaxche.messages import html_table
 
 if TYPE_CHECKING:
     from jaxche.reports import History
@@ -130,15 +131,12 @@ def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
 
 def _results(result: dict[str, Any]) -> str:
     """The table of results, with a column for each policy."""
-    from jaxche.messages import html_table
-
     rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])
     head = rows.pop(0) if len(result["results"]) > 1 else ["", *result["results"]]
     return html_table(head, rows)
 
 
 def _rounds(history: History) -> str:
-    from jaxche.messages import html_table
     from jaxche.reports import text_rows
 
     head, *rows = text_rows(history, _ROUNDS)

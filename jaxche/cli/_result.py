@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from jaxche.messages import aligned, per_rank
+
 if TYPE_CHECKING:
     from jaxche.reports import History
 
@@ -95,8 +97,6 @@ def metric_text(metric: str, value: float) -> str:
 
 def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
     """Table rows with a column for each policy and its ratio to the first; a header if there are several."""
-    from jaxche.messages import per_rank
-
     first = results[0]
     rows = [
         [metric_title(metric), *(metric_text(metric, r.test[metric]) for r in results)],
@@ -126,8 +126,6 @@ def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
 
 def table(results: Sequence[Result], metric: str) -> str:
     """The :func:`result_rows` as text."""
-    from jaxche.messages import aligned
-
     return aligned(result_rows(results, metric), left=1)
 
 

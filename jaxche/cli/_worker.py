@@ -119,8 +119,21 @@ def _train_policy(
     if resumes_comparison and (result := _earlier_result(folder)):
         print_once(f"done by an earlier start, in {result.seconds:.1f} s")
         return result, History.from_json(folder / "history.jsonl", skip_damaged=True) if is_first else History()
-    checkpoints = Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves(args) else None
-    state, result, history = _fit(trainer, task, state, epochs, checkpoints, folder)
+    rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
+    print_once(round_header(trainer.world_size))
+    state, history = trainer.fit(
+        state,
+        task.data,
+        epochs,
+        callbacks=[Progress(trainer, task, epochs, folder)],
+        progress=False,
+        checkpoints=Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves(args) else None,
+        validation=task.test,
+        metric_fn=task.metric_fn,
+    )
+    if state.epoch < epochs or state.pending_batches:  # after Ctrl-C `fit` returns the state that it reached
+        raise KeyboardInterrupt
+    result = result_from_history(trainer.policy.value, history, rates)
     if is_first:
         write_policy(folder, history, trainer.params(state))
         if resumes_comparison:
@@ -165,33 +178,11 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
         pace = f", paced to {per_rank(paces, '{:g}')} ms a step (the step itself takes {step:.1f} ms)"
     elif PACE_MS in os.environ:
         pace = f", paced by {PACE_MS}"
-    return "\n".join(
-        [
-            f"task {task.name}: {TASKS[task.name][0]}",
-            f"  {size:,} parameters, {epochs} epoch{plural} of {len(task.data)} batches of {task.data.batch_size}",
-            f"  {found}{pace}",
-        ]
+    return (
+        f"task {task.name}: {TASKS[task.name][0]}\n"
+        f"  {size:,} parameters, {epochs} epoch{plural} of {len(task.data)} batches of {task.data.batch_size}\n"
+        f"  {found}{pace}"
     )
-
-
-def _fit(
-    trainer: Trainer, task: Task, state: TrainerState, epochs: int, checkpoints: Checkpoints | None, folder: Path
-) -> tuple[TrainerState, Result, History]:
-    rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
-    print_once(round_header(trainer.world_size))
-    state, history = trainer.fit(
-        state,
-        task.data,
-        epochs,
-        callbacks=[Progress(trainer, task, epochs, folder)],
-        progress=False,
-        checkpoints=checkpoints,
-        validation=task.test,
-        metric_fn=task.metric_fn,
-    )
-    if state.epoch < epochs or state.pending_batches:  # after Ctrl-C `fit` returns the state that it reached
-        raise KeyboardInterrupt
-    return state, result_from_history(trainer.policy.value, history, rates), history
 
 
 def _finish(
