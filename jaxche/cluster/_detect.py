@@ -65,7 +65,7 @@ def detect(
             local_id = _first(_LOCAL_RANKS, environ)
         found = _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
         return dataclasses.replace(found, local_id=local_id)
-    return _scheduler(environ) or Detected("none", num_processes=1)
+    return _scheduler(environ)
 
 
 def _first(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
@@ -102,7 +102,7 @@ def _is_address(address: str) -> bool:
     return is_host and port.isdigit() and 0 < int(port) < 65536
 
 
-def _scheduler(environ: Mapping[str, str]) -> Detected | None:
+def _scheduler(environ: Mapping[str, str]) -> Detected:
     name, count = scheduled(environ)
     if name == "OMPI_COMM_WORLD_SIZE":
         if "OMPI_MCA_orte_hnp_uri" in environ:
@@ -136,4 +136,4 @@ def _scheduler(environ: Mapping[str, str]) -> Detected | None:
             f"{COORDINATOR}=$JAX_COORDINATOR_ADDRESS {NUM_PROCESSES}=2 {PROCESS_ID}=0, or for a single process: unset "
             "JAX_COORDINATOR_ADDRESS"
         )
-    return None
+    return Detected("none", num_processes=1)

@@ -41,7 +41,10 @@ def configure_platforms(processes: Sequence[ProcessInfo], mine: ProcessInfo, env
     platform = default_platform(environ)
     # The first platform is the default.
     jax.config.update("jax_platforms", f"cpu,{platform}")
-    options = _given_options() | {"num_nodes": 1}
+    given = jax.config.values["jax_pjrt_client_create_options"] or {}
+    if isinstance(given, str):  # "key:value;key:value"
+        given = dict(part.split(":", 1) for part in given.split(";"))
+    options = {**given, "num_nodes": 1}
     users = max((_users(processes)[gpu] for gpu in mine.gpus), default=1)
     if users > 1 and not any(name in environ for name in _MEMORY):
         options["memory_fraction"] = _MEMORY_FRACTION / users
@@ -75,11 +78,3 @@ def register_devices(accelerators: Sequence[Sequence[dict[str, Any]]], process_i
 def _users(processes: Sequence[ProcessInfo]) -> collections.Counter[str]:
     """The number of processes that see each GPU."""
     return collections.Counter(gpu for process in processes for gpu in process.gpus if gpu)
-
-
-def _given_options() -> dict[str, Any]:
-    """Options of the user: a dict or ``"key:value;key:value"``."""
-    given = jax.config.values["jax_pjrt_client_create_options"] or {}
-    if isinstance(given, str):
-        return dict(part.split(":", 1) for part in given.split(";"))
-    return dict(given)

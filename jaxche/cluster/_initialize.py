@@ -23,14 +23,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jaxche.cluster._all_gather import all_gather
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
 from jaxche.cluster._detect import Detected, detect
-from jaxche.cluster._handshake import (
-    ProcessInfo,
-    cache_folder,
-    handshake,
-    local_process_info,
-    refuse_mismatch,
-    visible_devices,
-)
+from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
 from jaxche.cluster._heterogeneous import (
     configure_platforms,
     describe_accelerators,
@@ -189,7 +182,13 @@ def initialize(
     state = _jax_distributed.global_state
     assert state.client is not None
     mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
-    processes = _compared(mine, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
+    processes = handshake(mine, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
+    try:
+        refuse_mismatch(processes)
+    except RuntimeError:
+        # All processes raise, so shut down together: if one exits first, the others lose their error message.
+        jax.distributed.shutdown()
+        raise
     _configure_mixed_kinds([process.kind for process in processes], kind)
     why, platform = heterogeneity_reason(processes), None
     if why is not None:
@@ -238,18 +237,6 @@ def _configure(elastic: bool) -> None:
         # It handles SIGTERM, so that only `Trainer.fit` ends the process.
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)
     _exit_on_sigterm_as_process_1()
-
-
-def _compared(mine: ProcessInfo, timeout_s: float, replacement: bool) -> Sequence[ProcessInfo]:
-    """Gather the values of all processes; raise if versions or numbers differ."""
-    processes = handshake(mine, timeout_s, replacement)
-    try:
-        refuse_mismatch(processes)
-    except RuntimeError:
-        # All processes raise, so shut down together: if one exits first, the others lose their error message.
-        jax.distributed.shutdown()
-        raise
-    return processes
 
 
 @functools.cache

@@ -181,7 +181,8 @@ def _run_group(
 ) -> tuple[GroupResult, int]:
     """Run one start; returns how it ended and how many ranks were replaced."""
     # A new port each time: the last one may be in TIME_WAIT, and ranks of an earlier start must not join.
-    address = f"127.0.0.1:{_free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     timeout_s, paths, coordinator = context.hang_timeout_s, [], None
     with contextlib.ExitStack() as stack:
         if timeout_s is not None or context.elastic:
@@ -203,12 +204,6 @@ def _run_group(
                 env[HEARTBEAT] = str(paths[rank])
             group.start(env, placement)
         return group.wait(), group.replaced
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

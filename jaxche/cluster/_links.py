@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxche.cluster._all_gather import all_gather
 
-_BARRIERS, _REPEATS = 8, 7
+_BARRIERS, _WARM_UP, _REPEATS = 8, 2, 7
 
 
 class Clock(NamedTuple):
@@ -37,21 +37,19 @@ def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> dict[int
         )
     )
     here = [device for device in devices if device.process_index == jax.process_index()]
-    return {size: _median_ms(add, size, split, here) for size in sizes}
 
+    def median_ms(size: int) -> float:
+        local = np.ones((1, max(1, size // 4)), np.float32)
+        shards = [jax.device_put(local, device) for device in here]
+        x = jax.make_array_from_single_device_arrays((len(devices), local.shape[1]), split, shards)
+        taken = []
+        for _ in range(_WARM_UP + _REPEATS):
+            began = time.perf_counter()
+            add(x).block_until_ready()
+            taken.append(1e3 * (time.perf_counter() - began))
+        return statistics.median(taken[_WARM_UP:])
 
-def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any]) -> float:
-    local = np.ones((1, max(1, size // 4)), np.float32)
-    shards = [jax.device_put(local, device) for device in here]
-    x = jax.make_array_from_single_device_arrays((split.mesh.size, local.shape[1]), split, shards)
-    for _ in range(2):
-        add(x).block_until_ready()
-    taken = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        add(x).block_until_ready()
-        taken.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(taken)
+    return {size: median_ms(size) for size in sizes}
 
 
 def clocks(timeout_s: float) -> list[Clock]:

@@ -53,15 +53,11 @@ class OutputReader(threading.Thread):
         with io.TextIOWrapper(self._pipe, "utf8", "replace", newline="") as lines:
             for line in lines:
                 # A progress bar returns to the start of an empty line.
-                if line != "\r":
-                    self._line(line.rstrip("\r\n"))
-
-    def _line(self, line: str) -> None:
-        if line.startswith(_GLOO):
-            return
-        self.last.append(line)
-        if self._stream is not None:
-            self._printer.print(self._stream, self._rank, line)
+                if line == "\r" or line.startswith(_GLOO):
+                    continue
+                self.last.append(line.rstrip("\r\n"))
+                if self._stream is not None:
+                    self._printer.print(self._stream, self._rank, self.last[-1])
 
 
 class EventLog:

@@ -243,7 +243,7 @@ class WorkerGroup:
     def _continue_without(self, rank: int, code: int) -> None:
         """Continue an elastic run after the failure of a rank, and replace it if replacements are left."""
         has_ended, group = self._has_ended, self._ranks[rank].child.pid
-        self._context.print(f"rank {rank} {describe(code, rank in self._hung)}; the others continue")
+        self._context.print(f"{self._described(rank, code)}; the others continue")
         # Its children end now, because the system may reuse the number of the group before the others end.
         _signal_group(group, signal.SIGKILL)
         self._forget(group)
@@ -255,11 +255,14 @@ class WorkerGroup:
     def _stop_after(self, rank: int, code: int) -> GroupResult:
         """Stop the others after the failure of a rank."""
         context = self._context
-        context.print(f"rank {rank} {describe(code, rank in self._hung)}; stopping the others")
+        described = self._described(rank, code)
+        context.print(f"{described}; stopping the others")
         is_preempted = code == PREEMPTED_CODE
         self._all_end(context.term_grace_s if is_preempted else min(_ERROR_OUTPUT_S, context.grace_s))
         self._stop(signal.SIGTERM, context.grace_s)
-        self._report(rank, code)
+        context.print(f"{described}. Its last lines on standard error:")
+        for line in self._ranks[rank].err.last or ["(none)"]:
+            context.printer.print(sys.stderr, None, f"    {line}")
         if self._stop_signal is not None:
             return GroupResult(128 + self._stop_signal, by_signal=True)
         return _failure(rank, code)
@@ -315,22 +318,16 @@ class WorkerGroup:
         name = {"signal": _name(-code)} if code < 0 else {"code": code}
         self._context.log.write("exit", restart=self._restart, rank=rank, **name)
 
-    def _report(self, rank: int, code: int) -> None:
-        self._context.print(f"rank {rank} {describe(code, rank in self._hung)}. Its last lines on standard error:")
-        for line in self._ranks[rank].err.last or ["(none)"]:
-            self._context.printer.print(sys.stderr, None, f"    {line}")
+    def _described(self, rank: int, code: int) -> str:
+        """The exit of a rank in words."""
+        if code >= 0:
+            return f"rank {rank} failed with exit code {code}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL and rank not in self._hung else ""
+        return f"rank {rank} was ended by {_name(-code)}{hint}"
 
 
 def _failure(rank: int, code: int) -> GroupResult:
     return GroupResult(128 - code if code < 0 else code, rank)
-
-
-def describe(code: int, is_hung: bool) -> str:
-    """The exit of a process in words."""
-    if code >= 0:
-        return f"failed with exit code {code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL and not is_hung else ""
-    return f"was ended by {_name(-code)}{hint}"
 
 
 def _name(number: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import mmap
-import os
 import pathlib
 from collections.abc import Mapping
 
@@ -64,12 +63,8 @@ def _is_supported(name: str) -> bool:
     version = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
     if version <= _CHECKED_JAXLIB:
         return True
-    return any(_contains(library, name) for library in pathlib.Path(jaxlib.__path__[0]).glob("*.so"))
-
-
-def _contains(library: pathlib.Path, name: str) -> bool:
-    with (
-        open(library, "rb") as file,
-        mmap.mmap(file.fileno(), os.path.getsize(library), access=mmap.ACCESS_READ) as text,
-    ):
-        return text.find(name.encode()) >= 0
+    for library in pathlib.Path(jaxlib.__path__[0]).glob("*.so"):
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            if text.find(name.encode()) >= 0:
+                return True
+    return False
