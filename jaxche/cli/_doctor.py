@@ -14,7 +14,7 @@ from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
 from jaxche.cli._command import Command, exit_at_once, join, paint, print_error
 from jaxche.cli._doctor_checks import Finding
-from jaxche.cli._options import directory_path, integer, number
+from jaxche.cli._options import Options, directory_path
 from jaxche.messages import aligned
 
 if TYPE_CHECKING:
@@ -42,26 +42,20 @@ exit codes:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "-n",
-        "--processes",
-        type=integer("-n 2"),
-        metavar="N",
-        help="number of processes to start, between which links are measured (default: 1, no links)",
-    )
-    add(
+    options = Options(parser)
+    options.add_processes("number of processes to start, between which links are measured (default: 1, no links)")
+    options.add(
         "--store",
         type=directory_path,
         metavar="URL",
         help="also check that a store can be written: a folder, s3://... or gs://...",
     )
-    add(
-        "--timeout",
-        type=number("--timeout 60", above=True),
+    options.add_number(
+        "--timeout 60",
+        "S",
+        "seconds to wait for devices to start, and for the other processes (default: %(default)g)",
+        above=True,
         default=60.0,
-        metavar="S",
-        help="seconds to wait for devices to start, and for the other processes (default: %(default)g)",
     )
 
 

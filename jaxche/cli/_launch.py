@@ -9,7 +9,7 @@ import shutil
 import sys
 
 from jaxche.cli._command import Command, write_text
-from jaxche.cli._options import add_out, command_word, file_path, flag, integer, non_default_options, number, numbers
+from jaxche.cli._options import Options, command_word, file_path, flag, non_default_options
 from jaxche.cli._settings import SCHEDULERS
 
 _ABOUT = """\
@@ -62,95 +62,73 @@ _EMIT_OPTIONS += ("module", "command")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-n",
-        "--processes",
-        type=integer("-n 2"),
-        metavar="N",
-        help="number of processes (default: one per GPU, and those of --on-cpu; required without GPUs)",
+    options = Options(parser)
+    options.add_processes("number of processes (default: one per GPU, and those of --on-cpu; required without GPUs)")
+    options.add_integer(
+        "--on-cpu 1", "how many of them train on the CPU instead of a GPU (default: 0)", least=0, default=0
     )
-    parser.add_argument(
-        "--on-cpu",
-        type=integer("--on-cpu 1", 0),
-        default=0,
-        metavar="N",
-        help="how many of them train on the CPU instead of a GPU (default: 0)",
-    )
-    parser.add_argument(
-        "--pace",
-        type=numbers("--pace 20,50"),
-        metavar="MS,MS,...",
-        help="milliseconds of a training step of each process, e.g. 20,50; shorter steps wait, so that equal devices "
+    options.add_numbers(
+        "--pace 20,50",
+        "MS,MS,...",
+        "milliseconds of a training step of each process, e.g. 20,50; shorter steps wait, so that equal devices "
         "act as devices of different speeds (default: as fast as each can)",
     )
-    parser.add_argument(
-        "--only-rank0", action="store_true", help="print standard output of rank 0 (the first process) only"
-    )
-    parser.add_argument("--no-pin", action="store_true", help="do not pin processes without a GPU to a core")
-    parser.add_argument("--no-prefix", action="store_true", help="do not start each line with its rank")
-    parser.add_argument(
-        "--grace",
-        type=number("--grace 5"),
-        default=5.0,
-        metavar="S",
-        help="seconds between SIGTERM and SIGKILL (default: %(default)g)",
-    )
-    group = parser.add_argument_group("failures")
-    group.add_argument(
-        "--max-restarts",
-        type=integer("--max-restarts 3", 0),
-        metavar="N",
-        help="restarts of all ranks after failures (default: 0; with --emit 3); with --elastic restarts of single "
+    options.add("--only-rank0", action="store_true", help="print standard output of rank 0 (the first process) only")
+    options.add("--no-pin", action="store_true", help="do not pin processes without a GPU to a core")
+    options.add("--no-prefix", action="store_true", help="do not start each line with its rank")
+    options.add_number("--grace 5", "S", "seconds between SIGTERM and SIGKILL (default: %(default)g)", default=5.0)
+    group = Options(parser, "failures")
+    group.add_integer(
+        "--max-restarts 3",
+        "restarts of all ranks after failures (default: 0; with --emit 3); with --elastic restarts of single "
         "ranks: so many in all, or with --emit so many of each",
+        least=0,
     )
-    group.add_argument(
+    group.add(
         "--survivors",
         action="store_true",
         help="remove a rank that fails first twice in a row; needs --max-restarts 2 or more",
     )
-    group.add_argument(
-        "--hang-timeout",
-        type=number("--hang-timeout 600", above=True),
-        metavar="S",
-        help="end the run if no process finishes a round for so many seconds (default: no limit); with --elastic, end "
+    group.add_number(
+        "--hang-timeout 600",
+        "S",
+        "end the run if no process finishes a round for so many seconds (default: no limit); with --elastic, end "
         "a process that finishes none while others do (default: 120); with --emit, the limit of each round",
+        above=True,
     )
-    group.add_argument(
-        "--term-grace",
-        type=number("--term-grace 25"),
+    group.add_number(
+        "--term-grace 25",
+        "S",
+        "seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
         default=25.0,
-        metavar="S",
-        help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
-    group.add_argument("--elastic", action="store_true", help="the other ranks continue after the death of a rank")
-    group.add_argument(
-        "--heartbeat-timeout",
-        type=number("--heartbeat-timeout 5", above=True),
-        metavar="S",
-        help="with --elastic, the others continue after so many seconds without a heartbeat of a rank (default: 15)",
+    group.add("--elastic", action="store_true", help="the other ranks continue after the death of a rank")
+    group.add_number(
+        "--heartbeat-timeout 5",
+        "S",
+        "with --elastic, the others continue after so many seconds without a heartbeat of a rank (default: 15)",
+        above=True,
     )
-    group.add_argument(
+    group.add(
         "--events", type=file_path, metavar="FILE", help="append a JSON line for each start, exit, restart and round"
     )
-    group = parser.add_argument_group("on a cluster")
-    group.add_argument("--emit", choices=SCHEDULERS, help="make a file that starts the script there, and exit")
-    add_out(group, "the file of --emit (default: the screen)")
-    group.add_argument(
+    group = Options(parser, "on a cluster")
+    group.add("--emit", choices=SCHEDULERS, help="make a file that starts the script there, and exit")
+    group.add_out("the file of --emit (default: the screen)")
+    group.add(
         "--nodes",
         metavar="COUNTxGPUS:KIND,...",
         help="the machines, e.g. 4 (no GPUs), 2x8, or 2x8:h100,4x1:l4; KIND is the name in the scheduler: under "
         "Slurm the type in --gres, in a jobset the node label nvidia.com/gpu.product, e.g. NVIDIA-H100-80GB-HBM3",
     )
-    group.add_argument("--image", help="container image of the pods of a jobset")
-    group.add_argument(
+    group.add("--image", help="container image of the pods of a jobset")
+    group.add(
         "--volume",
         metavar="CLAIM:/PATH",
         help="PersistentVolumeClaim for checkpoints, mounted in the pods of a jobset",
     )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
-    )
-    parser.add_argument(
+    options.add("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow")
+    options.add(
         "command", type=command_word, nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments"
     )
 

@@ -1,4 +1,4 @@
-"""The types of options on the command line, the flag of an option, and those that differ from their defaults."""
+"""Options on the command line: how they are declared, their types and flags, and those that differ from defaults."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import argparse
 import math
 from collections.abc import Callable
 from typing import Any
-
-
-def integer(example: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
-    """A parser of integers from ``least`` to ``most``; errors show ``example``."""
-    return number(example, least, most, kind=int)
 
 
 def number(
@@ -61,21 +56,45 @@ def _path(text: str, what: str) -> str:
     return text
 
 
-def add_out(
-    parser: argparse._ActionsContainer,
-    what: str,
-    default: str | None = None,
-    kind: Callable[[str], str] = file_path,
-    old: str | None = None,
-) -> None:
-    """Add ``-o`` and ``--out``, the one option of all commands for the place of their output.
+class Options:
+    """Adds options to a parser, or to a titled group of it; ``add`` is its ``add_argument``.
 
-    ``what`` is written there; ``kind`` is ``file_path`` or ``directory_path``, and ``old`` an earlier name.
+    An option of numbers is given as an example, such as ``--epochs 3``, which its errors show.
     """
-    metavar = "FOLDER" if kind is directory_path else "FILE"
-    parser.add_argument("-o", "--out", type=kind, metavar=metavar, default=default, help=f"where to write: {what}")
-    if old is not None:
-        parser.add_argument(old, dest="out", type=kind, help=argparse.SUPPRESS)
+
+    def __init__(self, parser: argparse._ActionsContainer, title: str | None = None):
+        self._group = parser if title is None else parser.add_argument_group(title)
+        self.add = self._group.add_argument
+
+    def exclusive(self) -> Options:
+        """Options of which one may be given."""
+        return Options(self._group.add_mutually_exclusive_group())
+
+    def add_number(self, example: str, metavar: str, help: str, default: float | None = None, **limits: Any) -> None:
+        """Add an option of a number within the ``limits`` of :func:`number`."""
+        self.add(example.split()[0], type=number(example, **limits), metavar=metavar, default=default, help=help)
+
+    def add_integer(
+        self, example: str, help: str, default: int | None = None, metavar: str = "N", least: int = 1, **limits: Any
+    ) -> None:
+        """Add an option of a whole number within these limits."""
+        self.add_number(example, metavar, help, default, least=least, kind=int, **limits)
+
+    def add_numbers(self, example: str, metavar: str, help: str) -> None:
+        """Add an option of positive numbers separated by commas."""
+        self.add(example.split()[0], type=numbers(example), metavar=metavar, help=help)
+
+    def add_processes(self, help: str) -> None:
+        """Add ``-n`` and ``--processes``, the number of processes."""
+        self.add("-n", "--processes", type=number("-n 2", 1, kind=int), metavar="N", help=help)
+
+    def add_out(self, what: str, default: str | None = None, kind: Callable[[str], str] = file_path) -> None:
+        """Add ``-o`` and ``--out``, the one option of all commands for the place of their output.
+
+        ``what`` is written there; ``kind`` is ``file_path`` or ``directory_path``.
+        """
+        metavar = "FOLDER" if kind is directory_path else "FILE"
+        self.add("-o", "--out", type=kind, metavar=metavar, default=default, help=f"where to write: {what}")
 
 
 def flag(name: str) -> str:

@@ -10,7 +10,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from jaxche.cli._command import Command, write_text
-from jaxche.cli._options import add_out, flag, integer, non_default_options
+from jaxche.cli._options import Options, flag, non_default_options
 from jaxche.cli._settings import TASKS
 
 if TYPE_CHECKING:
@@ -59,57 +59,44 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:FUNCTION",
         help="a function without arguments that makes your model, see below; default: a model of jaxche train",
     )
-    group = parser.add_argument_group("devices")
-    add = group.add_argument
-    add(
-        "--devices",
-        type=integer("--devices 8", 1, 10_000),
-        default=8,
-        metavar="N",
-        help="number of devices (default: %(default)s)",
-    )
-    add("--memory", metavar="SIZE", help="memory of one device, e.g. 16GiB; the plan then says what fits")
-    add(
-        "--intra-node-size",
-        type=integer("--intra-node-size 4", 2),
-        metavar="N",
-        help="devices of a node, in which links are fast; the hybrid strategies cut within nodes only (default: half "
+    group = Options(parser, "devices")
+    group.add_integer("--devices 8", "number of devices (default: %(default)s)", most=10_000, default=8)
+    group.add("--memory", metavar="SIZE", help="memory of one device, e.g. 16GiB; the plan then says what fits")
+    group.add_integer(
+        "--intra-node-size 4",
+        "devices of a node, in which links are fast; the hybrid strategies cut within nodes only (default: half "
         "of an even number)",
+        least=2,
     )
-    group = parser.add_argument_group("model and step")
-    add = group.add_argument
-    add(
+    group = Options(parser, "model and step")
+    group.add(
         "--task",
         choices=tuple(TASKS),
         default="text",
         help="plan the model of this task, without FILE.py (default: %(default)s)",
     )
-    add(
-        "--batch-size",
-        type=integer("--batch-size 64"),
-        metavar="N",
-        help="examples in a step, on all devices together (default: 64; with FILE.py those of the example inputs)",
+    group.add_integer(
+        "--batch-size 64",
+        "examples in a step, on all devices together (default: 64; with FILE.py those of the example inputs)",
     )
-    add(
-        "--accumulate",
-        type=integer("--accumulate 1"),
+    group.add_integer(
+        "--accumulate 1",
+        "micro-batches of a step, computed one after the other, which needs less memory (default: %(default)s)",
         default=1,
-        metavar="N",
-        help="micro-batches of a step, computed one after the other, which needs less memory (default: %(default)s)",
     )
-    add(
+    group.add(
         "--compute-dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="dtype of computations; parameters keep theirs (default: %(default)s)",
     )
-    group = parser.add_argument_group("output")
-    group.add_argument(
+    group = Options(parser, "output")
+    group.add(
         "--details",
         action="store_true",
         help="also a table of each strategy, with the parameters that stay whole on every device and why",
     )
-    add_out(group, "what is printed, or with the ending .json the table as data (default: only the screen)")
+    group.add_out("what is printed, or with the ending .json the table as data (default: only the screen)")
 
 
 def _run(args: argparse.Namespace) -> int:

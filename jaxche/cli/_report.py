@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxche.cli._command import Command, write_text
-from jaxche.cli._options import add_out, directory_path
+from jaxche.cli._options import Options, directory_path
 from jaxche.cli._result import Result, result_rows
 from jaxche.cli._run_folder import read_json
 from jaxche.messages import html_table
@@ -61,7 +61,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="folder of the run, as jaxche train names it at its end, e.g. runs/mine",
     )
-    add_out(parser, "the page (default: report.html in the folder of the run)")
+    Options(parser).add_out("the page (default: report.html in the folder of the run)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxche.cli._command import Command, writing
-from jaxche.cli._options import add_out, integer, number, numbers
+from jaxche.cli._options import Options, file_path
 
 if TYPE_CHECKING:
     from jaxche.cadence import FleetRun, Slowdown, VirtualFleet
@@ -41,90 +41,76 @@ exit codes:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("devices")
-    add = group.add_argument
-    fleet = group.add_mutually_exclusive_group()
-    fleet.add_argument(
-        "--ms",
-        type=numbers("--ms 20,50"),
-        metavar="MS,MS,...",
-        help="time of a training step on each device, in milliseconds (default: 20,50)",
+    group = Options(parser, "devices")
+    fleet = group.exclusive()
+    fleet.add_numbers(
+        "--ms 20,50", "MS,MS,...", "time of a training step on each device, in milliseconds (default: 20,50)"
     )
-    fleet.add_argument(
-        "--ranks",
-        type=integer("--ranks 64", 2, 100_000),
-        metavar="N",
-        help="number of devices of random speeds, in place of --ms; the fastest takes 20 ms a step",
+    fleet.add_integer(
+        "--ranks 64",
+        "number of devices of random speeds, in place of --ms; the fastest takes 20 ms a step",
+        least=2,
+        most=100_000,
     )
-    add(
-        "--spread",
-        type=number("--spread 4", 1.0, _MOST_SPREAD),
-        metavar="X",
-        help="with --ranks: time of a step of the slowest device, relative to the fastest (default: 4)",
+    group.add_number(
+        "--spread 4",
+        "X",
+        "with --ranks: time of a step of the slowest device, relative to the fastest (default: 4)",
+        least=1.0,
+        most=_MOST_SPREAD,
     )
-    add(
-        "--jitter",
-        type=number("--jitter 0.05", 0.0, 1.0),
+    group.add_number(
+        "--jitter 0.05",
+        "SHARE",
+        "random variation of all times, e.g. 0.05 for 5 %% (default: 0)",
+        most=1.0,
         default=0.0,
-        metavar="SHARE",
-        help="random variation of all times, e.g. 0.05 for 5 %% (default: 0)",
     )
-    add(
+    group.add(
         "--slowdown",
         type=_slowdown,
         metavar="RANK@ROUNDxFACTOR",
         help="a device that becomes slower: with 0@50x2 device 0, the first, takes twice as long from round 50 on",
     )
-    add(
-        "--first-report-ms",
-        type=number("--first-report-ms 3000"),
+    group.add_number(
+        "--first-report-ms 3000",
+        "MS",
+        "additional time of round 0 on each device, such as compilation (default: 0)",
         default=0.0,
-        metavar="MS",
-        help="additional time of round 0 on each device, such as compilation (default: 0)",
     )
-    add(
-        "--seed",
-        type=integer("--seed 0", 0),
+    group.add_integer(
+        "--seed 0",
+        "seed of the random speeds and times; the same seed gives the same run (default: 0)",
+        least=0,
         default=0,
-        metavar="N",
-        help="seed of the random speeds and times; the same seed gives the same run (default: 0)",
     )
 
-    group = parser.add_argument_group("rounds")
-    add = group.add_argument
-    add(
-        "--sync-ms",
-        type=number("--sync-ms 8"),
+    group = Options(parser, "rounds")
+    group.add_number(
+        "--sync-ms 8",
+        "MS",
+        "time of a merge, in milliseconds; jaxche doctor -n 2 measures it (default: %(default)g)",
         default=8.0,
-        metavar="MS",
-        help="time of a merge, in milliseconds; jaxche doctor -n 2 measures it (default: %(default)g)",
     )
-    add(
-        "--rounds",
-        type=integer("--rounds 100"),
-        default=100,
-        metavar="N",
-        help="number of rounds (default: %(default)s)",
-    )
+    group.add_integer("--rounds 100", "number of rounds (default: %(default)s)", default=100)
 
-    group = parser.add_argument_group("controller (ElChe)")
-    add = group.add_argument
-    add(
-        "--anchor",
-        type=integer("--anchor 4", 1, 200),
+    group = Options(parser, "controller (ElChe)")
+    group.add_integer(
+        "--anchor 4",
+        "count of the slowest device in the first round; later the controller chooses it (default: %(default)s)",
+        most=200,
         default=4,
-        metavar="N",
-        help="count of the slowest device in the first round; later the controller chooses it (default: %(default)s)",
     )
-    add(
-        "--overhead-target",
-        type=number("--overhead-target 0.02", 0.01, 0.5),
-        default=0.02,
-        metavar="SHARE",
-        help="time that merging and waiting may cost, relative to the steps, e.g. 0.02 for 2 %%; a smaller target "
+    group.add_number(
+        "--overhead-target 0.02",
+        "SHARE",
+        "time that merging and waiting may cost, relative to the steps, e.g. 0.02 for 2 %%; a smaller target "
         "makes longer rounds (default: %(default)g)",
+        least=0.01,
+        most=0.5,
+        default=0.02,
     )
-    add(
+    group.add(
         "--tuner",
         choices=("seed", "steady", "both"),
         default="steady",
@@ -132,10 +118,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "method of flodl, both runs one after the other (default: %(default)s)",
     )
 
-    group = parser.add_argument_group("files")
-    add_out(
-        group, "a plot of the run, e.g. fleet.png; with --tuner both one file each (default: no plot)", old="--plot"
-    )
+    group = Options(parser, "files")
+    group.add_out("a plot of the run, e.g. fleet.png; with --tuner both one file each (default: no plot)")
+    group.add("--plot", dest="out", type=file_path, help=argparse.SUPPRESS)  # its earlier name
 
 
 def _run(args: argparse.Namespace) -> int:

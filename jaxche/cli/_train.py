@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxche.cli._command import Command
 from jaxche.cli._doctor_devices import install_line
-from jaxche.cli._options import add_out, directory_path, flag, integer, non_default_options, number, numbers
+from jaxche.cli._options import Options, directory_path, flag, non_default_options
 from jaxche.cli._run_folder import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
@@ -80,33 +80,25 @@ def _name(text: str) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--task", choices=tuple(TASKS), default="mnist", help="what to train, see below (default: %(default)s)")
-    add(
+    options = Options(parser)
+    options.add("--task", choices=tuple(TASKS), default="mnist", help="what to train, see below (default: %(default)s)")
+    options.add(
         "--replay",
         type=directory_path,
         metavar="RUN",
         help="repeat a recorded run, e.g. runs/first, and compare the parameters",
     )
-    add("--dry-run", action="store_true", help="try one batch on every replica and one merge; writes nothing")
+    options.add("--dry-run", action="store_true", help="try one batch on every replica and one merge; writes nothing")
 
-    group = parser.add_argument_group("replicas and their speeds")
-    add = group.add_argument
-    add(
-        "-n",
-        "--processes",
-        type=integer("-n 2"),
-        metavar="N",
-        help="number of processes, each with one replica (default: one per GPU; 2 without GPUs)",
-    )
-    add(
-        "--ratios",
-        type=numbers("--ratios 1,2.5"),
-        metavar="R,R,...",
-        help="how long a step takes on each replica, relative to the others: with 1,2.5 the second is 2.5 times slower "
+    group = Options(parser, "replicas and their speeds")
+    group.add_processes("number of processes, each with one replica (default: one per GPU; 2 without GPUs)")
+    group.add_numbers(
+        "--ratios 1,2.5",
+        "R,R,...",
+        "how long a step takes on each replica, relative to the others: with 1,2.5 the second is 2.5 times slower "
         "(default on CPU cores: 1,2.5; with more processes in equal steps from 1 to 2.5)",
     )
-    add(
+    group.add(
         "--pace",
         type=pace_argument,
         metavar="auto|none|MS,MS,...",
@@ -114,148 +106,119 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "as fast as each can (default: auto on CPU cores, none on GPUs)",
     )
 
-    group = parser.add_argument_group("merging, which makes the replicas equal again")
-    add = group.add_mutually_exclusive_group().add_argument
-    add(
+    group = Options(parser, "merging, which makes the replicas equal again")
+    policy = group.exclusive()
+    policy.add(
         "--policy",
         choices=POLICIES,
         help="sync: after every step, which is exact; cadence: after a round, in which each replica takes the steps "
         "that fit into it (default); async: the same, with shorter rounds while replicas drift apart; auto: sync or "
         "cadence, as measured times suggest",
     )
-    add(
+    policy.add(
         "--compare",
         type=_compared,
         metavar="P,P,...",
         help="train with each of these policies from the same start, and compare, e.g. sync,cadence",
     )
-    add = group.add_argument
-    add(
+    group.add(
         "--average",
         choices=("parameters", "gradients"),
         help="what a merge averages: parameters, which each replica has changed, or gradients, for one step that all "
         "take (default: gradients under sync, else parameters)",
     )
-    add(
+    group.add(
         "--merge",
         choices=MERGE_RULES,
         help="weight of a replica in a merge: by its steps (default), by its batch size, or fednova: all alike, "
         "however many their steps",
     )
-    add(
+    group.add(
         "--opt-state",
         choices=("local", "average", "reset"),
         help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), keep them on "
         "each replica, or initialize them again",
     )
-    add(
-        "--anchor",
-        type=integer("--anchor 4", 1, 200),
-        metavar="N",
-        help="steps of the slowest replica in the first round; later rounds follow measured times (default: 1)",
+    group.add_integer(
+        "--anchor 4",
+        "steps of the slowest replica in the first round; later rounds follow measured times (default: 1)",
+        most=200,
     )
-    add(
+    group.add(
         "--tuner",
         choices=TUNERS,
         help="what chooses the length of rounds: progress, the most progress a second (default); steady, the shortest "
         "round that meets --overhead-target; seed, the method of flodl",
     )
-    add(
-        "--overhead-target",
-        type=number("--overhead-target 0.02", 0.01, 0.5),
-        metavar="SHARE",
-        help="time that merging and waiting may cost, relative to the steps, e.g. 0.015 for 1.5 %%; selects the tuner "
+    group.add_number(
+        "--overhead-target 0.02",
+        "SHARE",
+        "time that merging and waiting may cost, relative to the steps, e.g. 0.015 for 1.5 %%; selects the tuner "
         "steady",
+        least=0.01,
+        most=0.5,
     )
-    add(
-        "--max-batch-diff",
-        type=integer("--max-batch-diff 8", 0),
-        metavar="N",
-        help="how many more steps than the slowest replica any replica may take in a round (default: no limit)",
+    group.add_integer(
+        "--max-batch-diff 8",
+        "how many more steps than the slowest replica any replica may take in a round (default: no limit)",
+        least=0,
     )
 
-    group = parser.add_argument_group("optimizer and data")
-    add = group.add_argument
-    add("--epochs", type=integer("--epochs 3"), metavar="N", help="passes over the data (default: those of the task)")
-    add(
-        "--batch-size",
-        type=integer("--batch-size 32"),
-        metavar="N",
-        help="examples in a step of one replica (default: those of the task)",
-    )
-    add(
-        "--learning-rate",
-        type=number("--learning-rate 1e-3", above=True),
-        metavar="RATE",
-        help="learning rate of Adam (default: that of the task)",
-    )
-    add(
+    group = Options(parser, "optimizer and data")
+    group.add_integer("--epochs 3", "passes over the data (default: those of the task)")
+    group.add_integer("--batch-size 32", "examples in a step of one replica (default: those of the task)")
+    group.add_number("--learning-rate 1e-3", "RATE", "learning rate of Adam (default: that of the task)", above=True)
+    group.add(
         "--scaling",
         choices=tuple(SCALING_RULES),
         help="raise the learning rate, because several replicas together train on a larger batch: linear and sqrt by "
         "its size, adascale (for SGD) and adamscale (for Adam) by the measured gradient noise (default: no scaling)",
     )
-    add(
-        "--seed",
-        type=integer("--seed 0", 0, 2**63 - 1),
+    group.add_integer(
+        "--seed 0",
+        "seed of the initial parameters, the order of the data and dropout (default: 0)",
+        least=0,
+        most=2**63 - 1,
         default=0,
-        metavar="N",
-        help="seed of the initial parameters, the order of the data and dropout (default: 0)",
     )
 
-    group = parser.add_argument_group("files and failures")
-    add = group.add_argument
-    add_out(
-        group, "the folder of all runs; this one gets a folder in it (default: %(default)s)", "runs", directory_path
-    )
-    add(
+    group = Options(parser, "files and failures")
+    group.add_out("the folder of all runs; this one gets a folder in it (default: %(default)s)", "runs", directory_path)
+    group.add(
         "--name",
         type=_name,
         help="name of the run and its folder (default: task-policy-date-time); required for checkpoints under srun or "
         "mpirun",
     )
-    add(
-        "--checkpoint-every",
-        type=integer("--checkpoint-every 10"),
-        metavar="ROUNDS",
-        help="save a checkpoint after so many rounds; the same command with the same --name resumes from it (default: "
+    group.add_integer(
+        "--checkpoint-every 10",
+        "save a checkpoint after so many rounds; the same command with the same --name resumes from it (default: "
         "no checkpoints, with --max-restarts after every round, under exact sync once a second)",
+        metavar="ROUNDS",
     )
-    add(
-        "--max-restarts",
-        type=integer("--max-restarts 3", 0),
-        default=0,
-        metavar="N",
-        help="restarts after failures, from the last checkpoint (default: 0)",
+    group.add_integer(
+        "--max-restarts 3", "restarts after failures, from the last checkpoint (default: 0)", least=0, default=0
     )
-    add(
-        "--hang-timeout",
-        type=number("--hang-timeout 600", above=True),
-        metavar="S",
-        help="fail if no process finishes a round in so many seconds, start included (default: no limit)",
+    group.add_number(
+        "--hang-timeout 600",
+        "S",
+        "fail if no process finishes a round in so many seconds, start included (default: no limit)",
+        above=True,
     )
 
-    group = parser.add_argument_group("one model cut into stages, instead of replicas (with --task text)")
-    add = group.add_argument
-    add(
+    group = Options(parser, "one model cut into stages, instead of replicas (with --task text)")
+    group.add(
         "--protocol",
         choices=("direct", "pipeline", "store"),
         help="how a stage sends its output to the next: direct, a whole batch at a time; pipeline, in micro-batches, "
         "so that all stages work at once; store, through a shared folder or bucket",
     )
-    add(
-        "--stages",
-        type=integer("--stages 2", 1),
-        metavar="N",
-        help="number of stages, one per device; under store one per process (default: 2)",
+    group.add_integer("--stages 2", "number of stages, one per device; under store one per process (default: 2)")
+    group.add_integer(
+        "--micro-batch-size 4",
+        "examples that a stage works on at a time (default: a quarter of the batch under pipeline)",
     )
-    add(
-        "--micro-batch-size",
-        type=integer("--micro-batch-size 4"),
-        metavar="N",
-        help="examples that a stage works on at a time (default: a quarter of the batch under pipeline)",
-    )
-    add("--store", type=directory_path, metavar="URL", help="for --protocol store: a folder, or s3://bucket/path")
+    group.add("--store", type=directory_path, metavar="URL", help="for --protocol store: a folder, or s3://bucket/path")
 
 
 def _run(args: argparse.Namespace) -> int:
