@@ -190,10 +190,4 @@ def _verdict(findings: Sequence[Finding], then: str) -> int:
     return 0
 
 
-COMMAND = Command(
-    "doctor",
-    "check this machine and its links, and measure their speed",
-    _EPILOG,
-    _add_arguments,
-    _run,
-)
+COMMAND = Command("doctor", "check this machine and its links, and measure their speed", _EPILOG, _add_arguments, _run)

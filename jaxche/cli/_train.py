@@ -26,6 +26,7 @@ from jaxche.cli._settings import (
     trainers,
 )
 from jaxche.cli._stages import check_stages, run_stages
+from jaxche.distributed import HANG_TIMEOUT, HEARTBEAT
 
 _DEFAULT_PROCESSES = 2
 _LONGEST_NAME = 255  # in bytes, of a folder in most file systems
@@ -239,11 +240,7 @@ def _run(args: argparse.Namespace) -> int:
 
     launcher = detect(os.environ).launcher
     if launcher != "none":
-        _check_name(args, launcher)
-        _watch_for_hangs(args)
-        from jaxche.cli._worker import work
-
-        return work(args, name)
+        return _work_under(launcher, args, name)
     processes, env = _processes(args)
     if not args.dry_run and not args.replay:
         refuse_directory(Path(args.out) / name, args.out, saves(args))
@@ -251,19 +248,16 @@ def _run(args: argparse.Namespace) -> int:
     return _start(args, name, processes, env)
 
 
-def _check_name(args: argparse.Namespace, launcher: str) -> None:
-    """Require ``--name``: each process of a launcher, and each start of a job, would generate another one."""
-    if saves(args) and not args.name:
+def _work_under(launcher: str, args: argparse.Namespace, name: str) -> int:
+    """Train as one of the processes that a launcher started."""
+    if saves(args) and not args.name:  # each process, and each start of a job, would generate another one
         option = flag("checkpoint_every" if args.checkpoint_every else "max_restarts")
         raise ValueError(f"{option} needs a name that all {launcher} processes have, in every start; write --name mine")
-
-
-def _watch_for_hangs(args: argparse.Namespace) -> None:
-    """Watch for hangs in this process, unless the launcher watches its ``HEARTBEAT`` file."""
-    from jaxche.distributed import HANG_TIMEOUT, HEARTBEAT
-
-    if args.hang_timeout and HEARTBEAT not in os.environ:
+    if args.hang_timeout and HEARTBEAT not in os.environ:  # else the launcher watches that file
         os.environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
+    from jaxche.cli._worker import work
+
+    return work(args, name)
 
 
 def _check_replay(args: argparse.Namespace) -> None:
@@ -307,11 +301,8 @@ def _processes(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
     counts = {option: count for option, count in given.items() if count}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{option} has {count}" for option, count in counts.items() if option != "-n")
-        raise ValueError(
-            f"{listed}"
-            + (f" for -n {args.processes}" if args.processes else "")
-            + "; give one value a process, e.g. -n 2 --ratios 1,2.5"
-        )
+        asked = f" for -n {args.processes}" if args.processes else ""
+        raise ValueError(f"{listed}{asked}; give one value a process, e.g. -n 2 --ratios 1,2.5")
     return next(iter(counts.values()), gpus or _DEFAULT_PROCESSES), env
 
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cadence import whole_number
+from jaxche.cadence import finite_number, whole_number
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import EventLog, LinePrinter
@@ -114,7 +114,15 @@ def launch(
     on_cpu = whole_number("on_cpu", on_cpu, 0, "on_cpu=1")
     max_restarts = check_failures(max_restarts, hang_timeout_s)
     _check_command(command, processes, on_cpu, pace_ms)
-    _check_times({"grace_s": grace_s, "term_grace_s": term_grace_s}, heartbeat_timeout_s, elastic)
+    grace_s = finite_number("grace_s", grace_s, "grace_s=5", 0.0)
+    term_grace_s = finite_number("term_grace_s", term_grace_s, "term_grace_s=25", 0.0)
+    if heartbeat_timeout_s is not None:
+        if not elastic:
+            raise ValueError(
+                f"heartbeat_timeout_s={heartbeat_timeout_s!r} is for elastic runs. Write: elastic=True, or leave it out"
+            )
+        write = "heartbeat_timeout_s=5"
+        heartbeat_timeout_s = finite_number("heartbeat_timeout_s", heartbeat_timeout_s, write, LEAST_TIMEOUT_S)
     if survivors and max_restarts < 2:
         raise ValueError(
             f"survivors=True with max_restarts={max_restarts}: a rank is removed after it failed first twice in a row. "
@@ -242,20 +250,3 @@ def _check_command(command: Sequence[str], processes: int, on_cpu: int, pace_ms:
     for pace in pace_ms:
         if not 0 < pace < math.inf:
             raise ValueError(f"pace_ms={list(pace_ms)!r}: {pace!r} must be positive milliseconds.")
-
-
-def _check_times(graces: Mapping[str, float], heartbeat_timeout_s: float | None, elastic: bool) -> None:
-    for name, value in graces.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} must be seconds, 0 or more. Write: {name}=5")
-    if heartbeat_timeout_s is None:
-        return
-    if not elastic:
-        raise ValueError(
-            f"heartbeat_timeout_s={heartbeat_timeout_s!r} is for elastic runs. Write: elastic=True, or leave it out"
-        )
-    if not LEAST_TIMEOUT_S <= heartbeat_timeout_s < math.inf:
-        raise ValueError(
-            f"heartbeat_timeout_s={heartbeat_timeout_s!r} must be seconds, at least {LEAST_TIMEOUT_S:g}. "
-            "Write: heartbeat_timeout_s=5"
-        )
