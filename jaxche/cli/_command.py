@@ -1,6 +1,7 @@
 """A command of ``jaxche``: its parser, its error line, and the file that it writes.
 
-Every ``jaxche --help`` imports the modules of all commands, so they import JAX inside their actions.
+Every ``jaxche --help`` imports the modules of all commands. So they import JAX inside their actions, and write
+``jaxche.cluster`` and the like for the other packages, each of which is then imported at its first use.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
-if TYPE_CHECKING:
-    from jaxche.cluster import ClusterInfo
+import jaxche
 
 # Errors of the system that a second try may not have: no further process, memory or open file.
 _BUSY = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
@@ -132,12 +132,10 @@ def write_text(path: str | Path, text: str) -> None:
         Path(path).write_text(text, encoding="utf8")
 
 
-def join(timeout_s: float = 300.0) -> ClusterInfo:
+def join(timeout_s: float = 300.0) -> jaxche.cluster.ClusterInfo:
     """Join the run, if there is one."""
-    from jaxche.cluster import initialize
-
     try:
-        return initialize(timeout_s=timeout_s)
+        return jaxche.cluster.initialize(timeout_s=timeout_s)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 
+import jaxche
 from jaxche.cli._command import Command
 from jaxche.distributed import COORDINATOR, LIVENESS, NUM_PROCESSES, PROCESS_ID
 
@@ -43,12 +44,11 @@ _EXPORT = (
 
 
 def _run(args: argparse.Namespace) -> int:
-    from jaxche.cluster import detect
     from jaxche.distributed import coordinator_bind, serve_coordinator
 
     if missing := [name for name in _VARIABLES if not os.environ.get(name)]:
         raise ValueError(f"{' and '.join(missing)} must be set. Write: {_EXPORT} jaxche coordinator")
-    found = detect({**os.environ, PROCESS_ID: "0"})  # refuses invalid values
+    found = jaxche.cluster.detect({**os.environ, PROCESS_ID: "0"})  # refuses invalid values
     if not found.address:
         raise ValueError("JAXCHE_NUM_PROCESSES=1: a single process needs no coordinator. Start it alone")
     bind, liveness = coordinator_bind(found.address, os.environ), os.environ[LIVENESS]

@@ -8,17 +8,15 @@ import socket
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jaxche
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
 from jaxche.cli._command import Command, exit_at_once, join, paint, print_error
 from jaxche.cli._doctor_checks import Finding
 from jaxche.cli._options import Options, directory_path
 from jaxche.messages import aligned
-
-if TYPE_CHECKING:
-    from jaxche.cluster import Clock, ClusterInfo
 
 _COLUMNS = 100
 _ROWS = 16
@@ -62,18 +60,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
-    from jaxche.cluster import ClusterInfo, detect, launch
-
     try:
         # Not `initialize` without a launcher, which refuses GPUs of several kinds: processes started here may take one.
-        info = ClusterInfo(0, 1, "none") if detect(os.environ).launcher == "none" else join(args.timeout)
+        is_alone = jaxche.cluster.detect(os.environ).launcher == "none"
+        info = jaxche.cluster.ClusterInfo(0, 1, "none") if is_alone else join(args.timeout)
     except (ValueError, TimeoutError) as error:
         print_error("doctor", f"the processes cannot join: {error}")
         # The exit handlers of Python would wait for the missing processes.
         return exit_at_once(1) if jax.distributed.is_initialized() else 1
     if info.launcher == "none" and (args.processes or 1) > 1:
         command = [sys.executable, "-m", "jaxche", *args.words]
-        return launch(command, args.processes, prefix=False, only_rank0=True)
+        return jaxche.cluster.launch(command, args.processes, prefix=False, only_rank0=True)
     with device_checks.plugin_errors() as errors:
         started = device_checks.start_devices(args.timeout)
     if not started:
@@ -113,25 +110,22 @@ def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Fi
     return findings
 
 
-def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> int:
+def _together(findings: list[Finding], info: jaxche.cluster.ClusterInfo, timeout_s: float) -> int:
     """Compare the processes; all call this, process 0 prints and returns the exit code."""
     import jax
 
-    from jaxche.cluster import all_gather, clocks, measure_all_reduce
-    from jaxche.sharding import devices, is_private, local_devices
-
     mine = {
         "host": socket.gethostname(),
-        "kind": local_devices()[0].device_kind,
-        "devices": len(local_devices()),
+        "kind": jaxche.sharding.local_devices()[0].device_kind,
+        "devices": len(jaxche.sharding.local_devices()),
         "free": checks.free_memory_gib(),
         "problems": [finding for finding in findings if finding.fix],
     }
-    reports = all_gather("doctor", mine, timeout_s)
-    offsets = clocks(timeout_s)
+    reports = jaxche.cluster.all_gather("doctor", mine, timeout_s)
+    offsets = jaxche.cluster.clocks(timeout_s)
     # Replicas on devices of several kinds merge on their hosts.
-    mixed = len({one["kind"] for one in reports}) > 1 or any(map(is_private, devices()))
-    links = measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())
+    mixed = len({one["kind"] for one in reports}) > 1 or any(map(jaxche.sharding.is_private, jaxche.sharding.devices()))
+    links = jaxche.cluster.measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())
     jax.distributed.shutdown()
     if info.process_id != 0:
         return 0
@@ -148,7 +142,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     return _verdict(findings, f"jaxche launch -n {info.num_processes} train.py, or jaxche train")
 
 
-def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clock]) -> None:
+def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[jaxche.cluster.Clock]) -> None:
     print(f"\n{len(reports)} processes")
     rows = [["process", "host", "devices", "memory free", "clock ahead"]]
     for rank, (one, clock) in enumerate(list(zip(reports, offsets, strict=True))[:_ROWS]):

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jaxche
+
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
 _STORE_BYTES = 8 * 1024 * 1024
 
@@ -26,9 +28,7 @@ def versions() -> Finding:
     """Versions of the packages; the CUDA plugin must fit jaxlib."""
     import importlib.metadata
 
-    from jaxche.cluster import versions as package_versions
-
-    found = package_versions() | {"python": platform.python_version()}
+    found = jaxche.cluster.versions() | {"python": platform.python_version()}
     text = ", ".join(f"{package} {version}" for package, version in found.items())
     for cuda in (12, 13):
         try:
@@ -67,22 +67,19 @@ def variables(environ: Mapping[str, str]) -> Finding:
 
 def allocation(environ: Mapping[str, str]) -> Finding:
     """Whether a process keeps the memory of its steps."""
-    from jaxche.cluster import TUNABLES, with_tunables
-
     if platform.libc_ver()[0] != "glibc":
         return Finding("memory", "the C library decides whether processes keep it")
-    current = environ.get(TUNABLES, "")
-    if with_tunables(current) == current:
-        return Finding("memory", f"kept or returned as {TUNABLES} says")
-    text = f"returned to Linux after each step, which takes longer on a CPU; jaxche launch keeps it by {TUNABLES}"
-    return Finding("memory", f"{text}; for other processes: export {TUNABLES}={with_tunables('')}")
+    name = jaxche.cluster.TUNABLES
+    current = environ.get(name, "")
+    if jaxche.cluster.with_tunables(current) == current:
+        return Finding("memory", f"kept or returned as {name} says")
+    text = f"returned to Linux after each step, which takes longer on a CPU; jaxche launch keeps it by {name}"
+    return Finding("memory", f"{text}; for other processes: export {name}={jaxche.cluster.with_tunables('')}")
 
 
 def proxies(environ: Mapping[str, str]) -> Finding:
     """Names of proxy variables; their values may contain passwords."""
-    from jaxche.cluster import PROXIES
-
-    found = [name for name in sorted(environ) if name.lower() in PROXIES]
+    found = [name for name in sorted(environ) if name.lower() in jaxche.cluster.PROXIES]
     if not found:
         return Finding("proxies", "none")
     return Finding(
@@ -119,20 +116,19 @@ def compilation() -> Finding:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxche.sharding import local_devices
-
     x = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
     expected = x.T @ (1 - np.tanh(x @ x) ** 2)
     gradient = jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
     began = time.perf_counter()
-    for device in local_devices():
+    devices = jaxche.sharding.local_devices()
+    for device in devices:
         # Loose, because matrix units may round to few bits.
         if not np.allclose(gradient(*jax.device_put((x, x), device)), expected, atol=0.3, rtol=0.05):
             return Finding(
                 "compile", f"a gradient on {device} is wrong", f"leave {device} out: CUDA_VISIBLE_DEVICES=..."
             )
     seconds = time.perf_counter() - began
-    return Finding("compile", f"a gradient is right on each of {len(local_devices())} device(s), {seconds:.1f} s")
+    return Finding("compile", f"a gradient is right on each of {len(devices)} device(s), {seconds:.1f} s")
 
 
 def cache() -> Finding:
@@ -158,10 +154,8 @@ def cache() -> Finding:
 
 def store(url: str) -> Finding:
     """Whether ``DataStore`` can use a store, and how fast it is."""
-    from jaxche.stages import probe
-
     try:
-        (put, get), (big_put, big_get) = probe(url, {}, "jaxche-doctor", (4 * 1024, _STORE_BYTES))
+        (put, get), (big_put, big_get) = jaxche.stages.probe(url, {}, "jaxche-doctor", (4 * 1024, _STORE_BYTES))
     except ImportError:
         return Finding("store", "obstore or xxhash is not installed", "pip install 'jaxche[store]'")
     except (OSError, ValueError) as error:

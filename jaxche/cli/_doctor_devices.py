@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jaxche
 from jaxche.cli._doctor_checks import Finding
 
 # The oldest driver of each CUDA, newest first; scripts/environment.sh has the same numbers.
@@ -52,10 +53,8 @@ class Runtime(NamedTuple):
 
 def gpu_findings(environ: Mapping[str, str], errors: Sequence[str]) -> list[Finding]:
     """The lines ``driver`` and ``cuda``, with the :func:`plugin_errors`; none without GPU, driver and plugin."""
-    from jaxche.cluster import cuda_plugins, wants_gpus
-
-    driver, plugins = read_driver(), cuda_plugins()
-    if not wants_gpus(environ) or (driver == Driver() and not plugins):
+    driver, plugins = read_driver(), jaxche.cluster.cuda_plugins()
+    if not jaxche.cluster.wants_gpus(environ) or (driver == Driver() and not plugins):
         return []
     if driver == Driver():
         return [Finding("driver", "no nvidia-smi and no /proc/driver/nvidia: no GPU of NVIDIA, although JAX has CUDA")]
@@ -139,9 +138,7 @@ def cuda_finding(
 
 def read_driver() -> Driver:
     """The driver as ``nvidia-smi`` describes it, else as ``/proc/driver/nvidia`` does."""
-    from jaxche.cluster import nvidia_smi
-
-    code, output = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    code, output = jaxche.cluster.nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     if code is None:  # a container may lack nvidia-smi
         text = _DRIVER_FILE.read_text(encoding="utf8") if _DRIVER_FILE.exists() else ""
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
@@ -152,7 +149,7 @@ def read_driver() -> Driver:
     for line in output.strip().splitlines():
         name, version, memory, used, mode = (word.strip() for word in line.rsplit(",", len(_FIELDS) - 1))
         gpus.append(Gpu(name, _number(memory), _number(used), mode))
-    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", nvidia_smi()[1])
+    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", jaxche.cluster.nvidia_smi()[1])
     return Driver(version, cuda[1] if cuda else "", tuple(gpus))
 
 
@@ -203,11 +200,10 @@ def plugin_errors() -> Iterator[list[str]]:
 
 def start_devices(timeout_s: float) -> bool:
     """Whether JAX's devices start, or fail to start, before the timeout; a driver may hang."""
-    from jaxche.sharding import local_devices
 
     def start() -> None:
         with contextlib.suppress(RuntimeError):  # device_finding() reports it
-            local_devices()
+            jaxche.sharding.local_devices()
 
     thread = threading.Thread(target=start, name="jaxche-devices", daemon=True)
     thread.start()
@@ -226,11 +222,8 @@ def not_started(timeout_s: float) -> Finding:
 
 def device_finding() -> Finding:
     """The devices of JAX, compared with those of the driver."""
-    from jaxche.cluster import default_gpus, has_cuda
-    from jaxche.sharding import local_devices
-
     try:
-        local = local_devices()
+        local = jaxche.sharding.local_devices()
     except RuntimeError as error:
         return Finding(
             "devices", f"JAX does not start: {str(error).splitlines()[0]}", "JAX_PLATFORMS=cpu jaxche doctor"
@@ -240,11 +233,13 @@ def device_finding() -> Finding:
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
     if all(limits):
         text += f", {min(limits) / 2**30:.1f} GiB each"
-    gpus = len(default_gpus(os.environ))
+    gpus = len(jaxche.cluster.default_gpus(os.environ))
     if gpus and local[0].platform != "gpu":
-        what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
-        fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
-        return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
+        text += f"; the driver shows {gpus} GPU(s), "
+        if not jaxche.cluster.has_cuda():
+            return Finding("devices", f"{text}but JAX is installed without CUDA", install_line())
+        fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX"
+        return Finding("devices", f"{text}and cannot use them", fix)
     return Finding("devices", text)
 
 

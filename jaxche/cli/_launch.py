@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 
+import jaxche
 from jaxche.cli._command import Command, write_text
 from jaxche.cli._options import Options, command_word, file_path, flag, non_default_options
 from jaxche.cli._settings import SCHEDULERS
@@ -134,8 +135,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from jaxche.cluster import launch
-
     if args.emit:
         text = _scheduler_file(args)
         if args.out is None:
@@ -155,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"no program {command[0]!r} to run; for a script write: jaxche launch -n 2 train.py")
     processes = _gpus() + args.on_cpu if args.processes is None else args.processes
     _check(args, processes)
-    return launch(
+    return jaxche.cluster.launch(
         command,
         processes=processes,
         pace_ms=args.pace,
@@ -206,9 +205,7 @@ def _check(args: argparse.Namespace, processes: int) -> None:
 
 
 def _gpus() -> int:
-    from jaxche.cluster import default_gpus
-
-    if not (gpus := default_gpus(os.environ)):
+    if not (gpus := jaxche.cluster.default_gpus(os.environ)):
         raise ValueError(
             "there are no GPUs here to count, or JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py"
         )
@@ -216,8 +213,6 @@ def _gpus() -> int:
 
 
 def _scheduler_file(args: argparse.Namespace) -> str:
-    from jaxche.cluster import emit
-
     local = [flag(name) for name in non_default_options(_add_arguments, args) if name not in _EMIT_OPTIONS]
     if args.nodes is None or local:
         more = f", and no options for processes on this machine: leave out {', '.join(local)}" if local else ""
@@ -231,7 +226,7 @@ def _scheduler_file(args: argparse.Namespace) -> str:
         name = args.module[0].rpartition(".")[2]
     else:
         name = os.path.splitext(os.path.basename(next((w for w in command if w.endswith(".py")), command[0])))[0]
-    return emit(
+    return jaxche.cluster.emit(
         args.emit,
         command,
         args.nodes,

@@ -7,14 +7,12 @@ import json
 import math
 import os
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jaxche
 from jaxche.cli._command import Command, write_text
 from jaxche.cli._options import Options, flag, non_default_options
 from jaxche.cli._settings import TASKS
-
-if TYPE_CHECKING:
-    from jaxche.sharding import Comparison
 
 # Rows of a batch of a task.
 _ROWS = 64
@@ -106,17 +104,15 @@ def _run(args: argparse.Namespace) -> int:
     devices = _devices(args.devices)
     import jax.numpy as jnp
 
-    from jaxche.sharding import as_bytes, default_strategies
-
     if args.memory is not None:
-        as_bytes(args.memory)  # refuse a bad value before compiling
+        jaxche.sharding.as_bytes(args.memory)  # refuse a bad value before compiling
     if (node := args.intra_node_size) and len(devices) % node:
         fits = max(n for n in range(1, node) if len(devices) % n == 0)
         raise ValueError(
             f"--intra-node-size {node} does not divide the {len(devices)} devices; write --intra-node-size {fits}"
         )
     options = {
-        "strategies": default_strategies(devices, node),
+        "strategies": jaxche.sharding.default_strategies(devices, node),
         "devices": devices,
         "memory": args.memory,
         "accumulate": args.accumulate,
@@ -133,30 +129,30 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if costs.cheapest else 1
 
 
-def _costs(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
-    from jaxche.sharding import compare_strategies, plan
-
+def _costs(args: argparse.Namespace, options: dict[str, Any]) -> jaxche.sharding.Comparison:
     if args.model is not None:
         from jaxche.cli._target import load_function, user_errors
 
         make = load_function(args.model)
         with user_errors(args.model):
-            return plan(make, batch_size=args.batch_size, **options)
+            return jaxche.sharding.plan(make, batch_size=args.batch_size, **options)
     from jaxche.cli._tasks import load
 
     task = load(args.task, batch_size=args.batch_size or _ROWS)
     params, model_state = task.init(0)
-    return compare_strategies(task.loss_fn, task.tx, params, task.data[0], model_state=model_state, **options)
+    return jaxche.sharding.compare_strategies(
+        task.loss_fn, task.tx, params, task.data[0], model_state=model_state, **options
+    )
 
 
-def _name(args: argparse.Namespace, costs: Comparison) -> str:
+def _name(args: argparse.Namespace, costs: jaxche.sharding.Comparison) -> str:
     if args.model is None:
         return f"task {args.task}"
     parameters = sum(math.prod(leaf.shape) for leaf in costs.explanations[0].leaves)
     return f"{args.model} with {parameters:,} parameters"
 
 
-def _next(args: argparse.Namespace, costs: Comparison) -> str:
+def _next(args: argparse.Namespace, costs: jaxche.sharding.Comparison) -> str:
     """The line to write for the advised strategy, or the command of a plan that needs less."""
     cheapest = costs.cheapest
     if cheapest is None:
@@ -170,11 +166,9 @@ def _next(args: argparse.Namespace, costs: Comparison) -> str:
 
 
 def _devices(count: int) -> list[Any]:
-    from jaxche.cluster import UNRUN_FLAGS, fake_devices, with_flags
-
-    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), UNRUN_FLAGS)
+    os.environ["XLA_FLAGS"] = jaxche.cluster.with_flags(os.environ.get("XLA_FLAGS", ""), jaxche.cluster.UNRUN_FLAGS)
     try:
-        return fake_devices(count)
+        return jaxche.cluster.fake_devices(count)
     except RuntimeError as error:
         raise ValueError(f"--devices {count}: {error}") from error
 

@@ -10,16 +10,14 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jaxche
 from jaxche.cli._command import Command, write_text
 from jaxche.cli._options import Options, directory_path
 from jaxche.cli._result import Result, result_rows
 from jaxche.cli._run_folder import read_json
 from jaxche.messages import html_table
-
-if TYPE_CHECKING:
-    from jaxche.reports import History
 
 _EPILOG = """\
 examples:
@@ -100,14 +98,12 @@ def page(folder: Path) -> str:
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
+def _histories(folder: Path, policies: Sequence[str]) -> dict[str, jaxche.History]:
     """The history of each policy by its name; the name of the directory for a run of one policy."""
-    from jaxche.reports import History
-
     found = [folder / "history.jsonl"] if (folder / "history.jsonl").exists() else list(folder.glob("*/history.jsonl"))
     found.sort(key=lambda path: (policies.index(path.parent.name) if path.parent.name in policies else -1, path))
     # The last line may be half written.
-    read = {path.parent.name: History.from_json(path, skip_damaged=True) for path in found}
+    read = {path.parent.name: jaxche.History.from_json(path, skip_damaged=True) for path in found}
     histories = {name: history for name, history in read.items() if history}
     if not histories:
         raise ValueError(
@@ -118,7 +114,7 @@ def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
     return histories
 
 
-def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
+def _described(result: dict[str, Any], histories: dict[str, jaxche.History]) -> str:
     world = len(next(iter(histories.values()))[0].counts)
     seconds = sum(history.seconds for history in histories.values())
     text = f"{world} replica{'s' if world > 1 else ''}, {sum(map(len, histories.values()))} rounds in {seconds:.1f} s"
@@ -136,14 +132,12 @@ def _results(result: dict[str, Any]) -> str:
     return html_table(head, rows)
 
 
-def _rounds(history: History) -> str:
-    from jaxche.reports import text_rows
-
-    head, *rows = text_rows(history, _ROUNDS)
+def _rounds(history: jaxche.History) -> str:
+    head, *rows = jaxche.reports.text_rows(history, _ROUNDS)
     return html_table(head, rows)
 
 
-def _svg(history: History) -> str:
+def _svg(history: jaxche.History) -> str:
     """The plot as an SVG element."""
     drawn = io.StringIO()
     history.plot().savefig(drawn, format="svg")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jaxche
 from jaxche.messages import aligned, per_rank
-
-if TYPE_CHECKING:
-    from jaxche.reports import History
 
 # With more ranks than this, show the range of their values.
 MAX_RANKS = 4
@@ -67,7 +65,7 @@ class Result:
         return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
 
 
-def result_from_history(policy: str, history: History, rates: Sequence[float]) -> Result:
+def result_from_history(policy: str, history: jaxche.History, rates: Sequence[float]) -> Result:
     """The result of a run over all its starts, of the rounds with the final number of ranks, as ``rates`` are."""
     counted = history.last_ranks
     return Result(

@@ -8,10 +8,9 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxche.reports import History
+import jaxche
 
 _log = logging.getLogger("jaxche")
 
@@ -34,7 +33,7 @@ def refuse_directory(directory: Path, out: str, resumable: bool) -> None:
         ) from None
 
 
-def write_policy(directory: Path, history: History, params: Any) -> None:
+def write_policy(directory: Path, history: jaxche.History, params: Any) -> None:
     """Write ``history.jsonl``, ``history.png`` and ``params`` of one policy, on rank 0.
 
     Existing files are overwritten. Read the parameters with
@@ -69,10 +68,8 @@ def write_result(directory: Path, result: dict[str, Any]) -> None:
     """Write ``result.json``, which marks the run as finished."""
     import numpy as np
 
-    from jaxche.cluster import versions
-
     directory.mkdir(parents=True, exist_ok=True)
-    used = versions() | {"numpy": np.__version__, "python": platform.python_version()}
+    used = jaxche.cluster.versions() | {"numpy": np.__version__, "python": platform.python_version()}
     text = json.dumps(result | {"versions": used}, indent=2, default=str)
     write_atomic(directory / "result.json", text + "\n")
 

@@ -6,13 +6,10 @@ import argparse
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jaxche
 from jaxche.cli._options import flag, numbers
-
-if TYPE_CHECKING:
-    from jaxche.cadence import ElChe
 
 # Values of options. They repeat names of other packages, because `--help` must import neither JAX nor NumPy.
 POLICIES = ("sync", "cadence", "async", "auto")
@@ -48,23 +45,20 @@ def policies(args: argparse.Namespace) -> tuple[str, ...]:
     return args.compare or (args.policy or "cadence",)
 
 
-def trainers(args: argparse.Namespace, world_size: int) -> tuple[ElChe | None, list[dict[str, Any]]]:
+def trainers(args: argparse.Namespace, world_size: int) -> tuple[jaxche.ElChe | None, list[dict[str, Any]]]:
     """The :func:`cadence`, and the :func:`trainer_options` of each policy."""
     return cadence(args, world_size), [trainer_options(args, policy) for policy in policies(args)]
 
 
-def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
+def cadence(args: argparse.Namespace, world_size: int) -> jaxche.ElChe | None:
     """The cadence of the options; None is the default of the trainer."""
-    from jaxche.cadence import ElChe
-
     given = _given(args, _CADENCE)
     if world_size == 1 or not given:
         return None
     if "overhead_target" in given:
         given.setdefault("tuner", "steady")  # the tuner that has such a target
-    from jaxche.training import DEFAULT_CADENCE
 
-    return ElChe(world_size=world_size, **(DEFAULT_CADENCE | given))
+    return jaxche.ElChe(world_size=world_size, **(jaxche.training.DEFAULT_CADENCE | given))
 
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import jaxche
 from jaxche.cli._command import Command, writing
 from jaxche.cli._options import Options, file_path
 
-if TYPE_CHECKING:
-    from jaxche.cadence import FleetRun, Slowdown, VirtualFleet
 # The batches of a round are planned one by one, and the fastest device takes about so many times those of the slowest.
 _MOST_SPREAD = 1e4
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
@@ -124,13 +122,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from jaxche.cadence import ElChe
-
     fleet = _fleet(args)
     runs = {}
     for tuner in ("seed", "steady") if args.tuner == "both" else (args.tuner,):
         size = len(fleet.ms_per_batch)
-        che = ElChe(world_size=size, anchor=args.anchor, overhead_target=args.overhead_target, tuner=tuner)
+        che = jaxche.ElChe(world_size=size, anchor=args.anchor, overhead_target=args.overhead_target, tuner=tuner)
         runs[tuner] = fleet.run(che, rounds=args.rounds)
     print(_describe(fleet))
     for tuner, done in runs.items():
@@ -141,10 +137,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fleet(args: argparse.Namespace) -> VirtualFleet:
+def _fleet(args: argparse.Namespace) -> jaxche.VirtualFleet:
     import numpy as np
-
-    from jaxche.cadence import VirtualFleet
 
     if args.spread is not None and args.ranks is None:
         raise ValueError("--spread is for random speeds; write --ranks 64 --spread 4, or give the speeds: --ms 20,50")
@@ -170,12 +164,12 @@ def _fleet(args: argparse.Namespace) -> VirtualFleet:
             f"{_MOST_SPREAD:g} times are simulated; leave it out, e.g. --ms 20,50"
         )
     first = [args.first_report_ms] * len(ms) if args.first_report_ms else None
-    return VirtualFleet(
+    return jaxche.VirtualFleet(
         ms.tolist(), args.jitter, args.sync_ms, slowdown=args.slowdown, first_report_ms=first, seed=args.seed
     )
 
 
-def _describe(fleet: VirtualFleet) -> str:
+def _describe(fleet: jaxche.VirtualFleet) -> str:
     ms = fleet.ms_per_batch
     text = f"{len(ms)} ranks, {min(ms):g} to {max(ms):g} ms a batch, {fleet.sync_ms:g} ms a merge"
     if fleet.jitter:
@@ -185,7 +179,7 @@ def _describe(fleet: VirtualFleet) -> str:
     return text
 
 
-def _draw(done: FleetRun, path: Path) -> None:
+def _draw(done: jaxche.cadence.FleetRun, path: Path) -> None:
     figure = done.plot()
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
@@ -194,13 +188,11 @@ def _draw(done: FleetRun, path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def _slowdown(text: str) -> Slowdown:
-    from jaxche.cadence import Slowdown
-
+def _slowdown(text: str) -> jaxche.cadence.Slowdown:
     match = _SLOWDOWN.fullmatch(text)
     if match is None or float(match[3]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no slowdown; write RANK@ROUNDxFACTOR, e.g. --slowdown 1@50x2")
-    return Slowdown(int(match[1]), int(match[2]), float(match[3]))
+    return jaxche.cadence.Slowdown(int(match[1]), int(match[2]), float(match[3]))
 
 
 COMMAND = Command(

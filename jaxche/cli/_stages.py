@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jaxche
 from jaxche.cli._command import join
 from jaxche.cli._options import flag
 
@@ -44,14 +45,12 @@ def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
 
 def run_stages(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Train, or start the processes that train, with the variables ``env`` added, and return the exit code."""
-    from jaxche.cluster import detect, launch
-
     n_stages = args.stages or _STAGES
     if args.protocol == "store":
-        found = detect(os.environ)
+        found = jaxche.cluster.detect(os.environ)
         if found.launcher == "none":
             command = [sys.executable, "-m", "jaxche", *args.words]
-            return launch(command, n_stages, env=env, prefix=False)
+            return jaxche.cluster.launch(command, n_stages, env=env, prefix=False)
         # Stages that exchange objects in a store need only their number. JAX reads it from schedulers when it joins.
         member = found if found.num_processes else join()
         return train(args, n_stages, _local_stages(n_stages, member.process_id, member.num_processes))
@@ -72,13 +71,11 @@ def _local_stages(n_stages: int, number: int, count: int) -> list[int]:
 
 
 def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
-    from jaxche.stages import DataStore, Direct, Pipeline
-
     if args.protocol == "direct":
-        return Direct()
+        return jaxche.Direct()
     if args.protocol == "store":
-        return DataStore(args.store, micro_batch_size=args.micro_batch_size)
-    return Pipeline(args.micro_batch_size or max(1, batch_size // _MICRO_BATCHES))
+        return jaxche.DataStore(args.store, micro_batch_size=args.micro_batch_size)
+    return jaxche.Pipeline(args.micro_batch_size or max(1, batch_size // _MICRO_BATCHES))
 
 
 def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> int:
@@ -87,11 +84,10 @@ def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> i
     import optax
 
     from jaxche.cli._tasks import EPOCHS, LEARNING_RATE, text_stages
-    from jaxche.stages import Partitioned
 
     task = text_stages(n_stages, args.batch_size, args.seed)
     protocol = _protocol(args, task.data.batch_size)
-    model = Partitioned(task.stages, task.loss, protocol, local_stages=local, seed=args.seed)
+    model = jaxche.Partitioned(task.stages, task.loss, protocol, local_stages=local, seed=args.seed)
     state = model.init(task.params, optax.adam(LEARNING_RATE if args.learning_rate is None else args.learning_rate))
     prints = local is None or n_stages - 1 in local
     # Skip the smaller last batch of an epoch: micro-batches may not divide it.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jaxche
 from jaxche.cli._command import Command
 from jaxche.cli._doctor_devices import install_line
 from jaxche.cli._options import Options, directory_path, flag, non_default_options
@@ -236,9 +237,8 @@ def _run(args: argparse.Namespace) -> int:
     require(args.task)
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
-    from jaxche.cluster import detect
 
-    launcher = detect(os.environ).launcher
+    launcher = jaxche.cluster.detect(os.environ).launcher
     if launcher != "none":
         return _work_under(launcher, args, name)
     processes, env = _processes(args)
@@ -272,14 +272,13 @@ def _start(args: argparse.Namespace, name: str, processes: int, env: Mapping[str
         from jaxche.cli._worker import work
 
         return work(args, name)
-    from jaxche.cluster import launch
 
     # Defaults that the processes must not choose by themselves.
     words = list(args.words)
     words += [] if args.name else ["--name", name]
     words += [] if args.processes else ["-n", str(processes)]
     command = [sys.executable, "-m", "jaxche", *words]
-    return launch(
+    return jaxche.cluster.launch(
         command,
         processes,
         env=env,
@@ -308,10 +307,8 @@ def _processes(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
 
 def _gpus() -> tuple[int, dict[str, str]]:
     """The number of GPUs that JAX can use, and the variables to set for the processes."""
-    from jaxche.cluster import default_gpus, has_cuda
-
-    gpus = len(default_gpus(os.environ))
-    if gpus and not has_cuda():
+    gpus = len(jaxche.cluster.default_gpus(os.environ))
+    if gpus and not jaxche.cluster.has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
             f"used. For the GPUs write: {install_line()}\n"
