@@ -13,10 +13,10 @@ import errno
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import jaxche
 
@@ -34,13 +34,16 @@ class Parser(argparse.ArgumentParser):
             2, f"{self.prog}: {paint('error', 'bad', sys.stderr)}: {message}\n{self.prog} --help has the options\n"
         )
 
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Raise the error of words that no option takes, with the options that are spelt alike."""
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
-        known = [option for action in shown for option in action.option_strings]
-        alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1, 0.7)]
-        meant = f"; did you mean {' or '.join(dict.fromkeys(alike))}?" if alike else ""
-        self.error(f"unrecognized arguments: {' '.join(words)}{meant}")
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse words; refuses those that no option takes, with the options that are spelt alike."""
+        found, words = super().parse_known_args(args, namespace)
+        if words:
+            shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+            known = [option for action in shown for option in action.option_strings]
+            alike = [one for word in words for one in difflib.get_close_matches(word.partition("=")[0], known, 1, 0.7)]
+            meant = f"; did you mean {' or '.join(dict.fromkeys(alike))}?" if alike else ""
+            self.error(f"unrecognized arguments: {' '.join(words)}{meant}")
+        return found, words
 
 
 @dataclass(frozen=True)

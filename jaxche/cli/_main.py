@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jaxche
@@ -70,11 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(words)
+    args = make_parser().parse_args(words)
     command = vars(args).pop("command_object", None)
-    if unknown:
-        (parser if command is None else _parsers(parser)[command.name]).refuse(unknown)
     if args.version or command is None:
         text = f"jaxche {jaxche.__version__}" if args.version else _OVERVIEW
         return exit_code("", lambda: print(text) or 0)
@@ -99,17 +96,13 @@ def make_parser() -> Parser:
     return parser
 
 
-def _parsers(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
-    """The parser of each command."""
-    return next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-
-
 def _print_completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = make_parser()
+    [commands] = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     kinds: dict[Any, Any] = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE, command_word: shtab.FILE}
-    for command in _parsers(parser).values():
+    for command in commands.values():
         for action in command._actions:
             if action.type in kinds:
                 vars(action).update(complete=kinds[action.type])
