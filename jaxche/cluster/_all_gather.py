@@ -8,6 +8,7 @@ from typing import Any
 
 from jax._src import distributed as _jax_distributed
 
+from jaxche.distributed import numbered
 from jaxche.messages import format_ranks
 
 
@@ -43,4 +44,4 @@ def all_gather(name: str, value: Any, timeout_s: float, replacement: bool = Fals
 
 
 def _values(client: Any, key: str) -> dict[int, Any]:
-    return {int(path.rpartition("/")[2]): json.loads(text) for path, text in client.key_value_dir_get(f"{key}/")}
+    return {process: json.loads(text) for process, text in numbered(client, f"{key}/").items()}

@@ -28,6 +28,7 @@ from ._environment import scheduled as scheduled
 from ._group import Group as Group
 from ._group import PeerLostError as PeerLostError
 from ._group import RankError as RankError
+from ._group import numbered as numbered
 from ._listener import Listener as Listener
 from ._listener import connect as connect
 from ._listener import is_loopback as is_loopback

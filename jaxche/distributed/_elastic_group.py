@@ -21,7 +21,7 @@ from jax._src import distributed as _jax_distributed
 
 from jaxche.distributed._cpu_client import ADDRESSES, TOPOLOGY, end_waits, make_cpu_client, start_cpu_client
 from jaxche.distributed._environment import LIVENESS
-from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
+from jaxche.distributed._group import Group, PeerLostError, numbered, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
 from jaxche.distributed._transfer import receive_state, send_state
@@ -327,16 +327,15 @@ class ElasticGroup(Group):
 
     def _next(self) -> Quorum | None:
         """The quorum that follows the present one, if the members have agreed on it."""
-        return dict(self._quorums()).get(int(self._next_id))
+        return self._quorums().get(int(self._next_id))
 
     def _newest(self) -> tuple[str, Quorum]:
         first = 0, Quorum(dict.fromkeys(range(self.num_processes), 1), [], None)
-        number, quorum = max([first, *self._quorums()])
+        number, quorum = max([first, *self._quorums().items()])
         return str(number), quorum
 
-    def _quorums(self) -> list[tuple[int, Quorum]]:
-        found = self.client.key_value_dir_get(_QUORUMS)
-        return [(int(key.rpartition("/")[2]), Quorum.from_json(text)) for key, text in found]
+    def _quorums(self) -> dict[int, Quorum]:
+        return {number: Quorum.from_json(text) for number, text in numbered(self.client, _QUORUMS).items()}
 
     def _decide(self, wanted: Quorum) -> Quorum:
         """Propose the next quorum; returns the one that was proposed first."""
@@ -386,8 +385,7 @@ class ElasticGroup(Group):
 
     def _requests(self) -> dict[int, dict[str, Any]]:
         """The last request of each process. It stays in the store: by now it may be that of a later incarnation."""
-        found = self.client.key_value_dir_get(f"{_REQUESTS}/")
-        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+        return {process: json.loads(text) for process, text in numbered(self.client, f"{_REQUESTS}/").items()}
 
     def _answer(self, process: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         self.client.key_value_set(f"{_ANSWERS}/{process}/{incarnation}", json.dumps(answer), allow_overwrite=True)

@@ -44,6 +44,11 @@ def suppress_timeout() -> Iterator[None]:
             raise
 
 
+def numbered(store: Any, folder: str) -> dict[int, str]:
+    """The values in a folder of the store of a run, by the numbers of their keys."""
+    return {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(folder)}
+
+
 class RankError(RuntimeError):
     """Another process failed; the message has the rank, the place and the error.
 
@@ -151,8 +156,7 @@ class Group:
         while missing := [process for process in self.members if process not in texts]:
             texts[missing[0]] = self.receive(f"{place}/{call}/{missing[0]}", missing[0])
             if len(missing) > 1:  # all that are set in one message: one for each key were N² of N processes
-                found = self.client.key_value_dir_get(f"{place}/{call}/")
-                texts |= {int(key.rpartition("/")[2]): text for key, text in found}
+                texts |= numbered(self.client, f"{place}/{call}/")
         if call:  # a process that has started this call has read all values of the last one
             self.client.key_value_delete(f"{place}/{call - 1}/{self.process_index}")
         return [json.loads(texts[process]) for process in self.members]
@@ -214,13 +218,11 @@ class Group:
                 )
                 is_logged = True
             # Read once more after this: a process sets its keys before it leaves or merges.
-            if f"{_LEFT}/{process}" in dict(self.client.key_value_dir_get(f"{_LEFT}/")):
+            if process in numbered(self.client, f"{_LEFT}/"):
                 absent = "has ended its script"
-            else:
-                merging = dict(self.client.key_value_dir_get(f"{_MERGING}/"))
-                # A merge that this process has not begun cannot end.
-                if int(merging.get(f"{_MERGING}/{process}", 0)) > self._begun:
-                    absent = "is in the merge of a round that this process has not begun"
+            # A merge that this process has not begun cannot end.
+            elif int(numbered(self.client, f"{_MERGING}/").get(process, 0)) > self._begun:
+                absent = "is in the merge of a round that this process has not begun"
 
     def _publish_merges(self) -> None:
         """Set the number of a merge that takes long, for processes that do not take part in it."""

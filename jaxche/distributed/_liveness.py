@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxche.distributed._group import PeerLostError, suppress_timeout
+from jaxche.distributed._group import PeerLostError, numbered, suppress_timeout
 from jaxche.distributed._listener import connect
 from jaxche.distributed._liveness_server import ALIVE, INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
@@ -117,8 +117,7 @@ class Liveness:
         while not unless():
             # Read first: if a process has written its key and then dies, the others detect it later.
             lost = self.lost(expected)
-            here = {int(key.rpartition("/")[2]) for key, _ in self._state.client.key_value_dir_get(place)}
-            if here.issuperset(expected.keys() - lost):
+            if numbered(self._state.client, place).keys() >= expected.keys() - lost:
                 return lost
             self._watchdog.heartbeat_while_waiting()
             time.sleep(_POLL_S)
