@@ -27,17 +27,14 @@ def all_gather(name: str, value: Any, timeout_s: float, replacement: bool = Fals
     try:
         # One barrier and one read of the directory. A read of each key takes 10⁸ messages with 10,000 processes.
         client.wait_at_barrier(key, wait_ms)
-        failed = None
-    except Exception as error:  # jaxlib's errors have no common class
-        failed = error
+    except Exception:  # jaxlib's errors have no common class
+        missing = sorted(set(range(state.num_processes)) - _values(client, key).keys())
+        if missing and time.monotonic() >= deadline - 1:
+            raise TimeoutError(
+                f"process {format_ranks(missing)} joined, but sent nothing for {name!r} within {timeout_s:.0f} s"
+            ) from None
+        raise
     values = _values(client, key)
-    missing = [rank for rank in range(state.num_processes) if rank not in values]
-    if failed is not None and missing and time.monotonic() >= deadline - 1:
-        raise TimeoutError(
-            f"process {format_ranks(missing)} joined, but sent nothing for {name!r} within {timeout_s:.0f} s"
-        ) from None
-    if failed is not None:
-        raise failed
     # Process 0 runs the service, so it must not exit before all have read.
     client.wait_at_barrier(f"{key}/read", wait_ms)
     return [values[rank] for rank in sorted(values)]

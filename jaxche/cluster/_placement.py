@@ -87,10 +87,7 @@ def rank_environment(
 
     ``coordinator`` is ``host:port`` of rank 0.
     """
-    variables = dict(base)
-    variables[COORDINATOR] = coordinator
-    variables[NUM_PROCESSES] = str(processes)
-    variables[PROCESS_ID] = str(rank)
+    variables = dict(base) | {COORDINATOR: coordinator, NUM_PROCESSES: str(processes), PROCESS_ID: str(rank)}
     if placement.pace_ms is not None:
         variables[PACE_MS] = f"{placement.pace_ms:g}"
     variables["PYTHONUNBUFFERED"] = "1"
