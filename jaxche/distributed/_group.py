@@ -176,18 +176,15 @@ class Group:
         """
         if self.num_processes == 1:
             return add(None)
-        call, place = self._calls, f"jaxche/relay/{self.quorum_id}"  # of the all-gather at its end
-        own, value = self.process_index, None
-        position = processes.index(own) if own in processes else None
-        is_last = position == len(processes) - 1
-        if position is not None:
-            before = processes[position - 1] if position else None
-            value = add(None if before is None else json.loads(self.receive(f"{place}/{call}/{before}", before)))
-            if not is_last:
-                self.client.key_value_set(f"{place}/{call}/{own}", json.dumps(value))
-        last = self.all_gather(value if is_last else None)[self.members.index(processes[-1])]
-        if position is not None and not is_last:
-            self.client.key_value_delete(f"{place}/{call}/{own}")
+        # The number of the call is that of the all-gather at its end.
+        place, own, value = f"jaxche/relay/{self.quorum_id}/{self._calls}", self.process_index, None
+        if own in processes:
+            before = {second: first for first, second in itertools.pairwise(processes)}.get(own)
+            value = add(None if before is None else json.loads(self.receive(f"{place}/{before}", before)))
+            self.client.key_value_set(f"{place}/{own}", json.dumps(value))
+        last = self.all_gather(value if own == processes[-1] else None)[self.members.index(processes[-1])]
+        if own in processes:
+            self.client.key_value_delete(f"{place}/{own}")
         return last
 
     def receive(self, key: str, process: int) -> str:
