@@ -57,7 +57,6 @@ def cadence(args: argparse.Namespace, world_size: int) -> jaxche.ElChe | None:
         return None
     if "overhead_target" in given:
         given.setdefault("tuner", "steady")  # the tuner that has such a target
-
     return jaxche.ElChe(world_size=world_size, **(jaxche.training.DEFAULT_CADENCE | given))
 
 
