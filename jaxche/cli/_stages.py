@@ -53,21 +53,17 @@ def run_stages(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             return jaxche.cluster.launch(command, n_stages, env=env, prefix=False)
         # Stages that exchange objects in a store need only their number. JAX reads it from schedulers when it joins.
         member = found if found.num_processes else join()
-        return train(args, n_stages, _local_stages(n_stages, member.process_id, member.num_processes))
-    import jax
+    else:
+        import jax
 
-    info = join()
-    if info.num_processes > 1:
-        return train(args, n_stages, _local_stages(n_stages, info.process_id, info.num_processes))
-    # One CPU device for each stage. Accelerators stay the default devices; `fake_devices` would hide them.
-    jax.config.update("jax_num_cpu_devices", n_stages)
-    return train(args, n_stages, None)
-
-
-def _local_stages(n_stages: int, number: int, count: int) -> list[int]:
-    if count != n_stages:
+        member = join()
+        if member.num_processes == 1:
+            # One CPU device for each stage. Accelerators stay the default devices; `fake_devices` would hide them.
+            jax.config.update("jax_num_cpu_devices", n_stages)
+            return train(args, n_stages, None)
+    if (count := member.num_processes) != n_stages:
         raise ValueError(f"{count} processes for {n_stages} stages; start one a stage, or write --stages {count}")
-    return [number]
+    return train(args, n_stages, [member.process_id])
 
 
 def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
