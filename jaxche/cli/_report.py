@@ -88,8 +88,9 @@ def page(folder: Path) -> str:
         history.memory = tuple(result.get("results", {}).get(policy, {}).get("memory", ()))
         title = f"policy {policy}" if len(histories) > 1 else "The run"
         parts.append(f"<h2>{html.escape(title)}</h2>{_svg(history)}")
-        shown = f"the last {min(_ROUNDS, len(history))} of {len(history)} rounds"
-        parts.append(f"<details><summary>{shown}</summary>{_rounds(history)}</details>")
+        titles, *rows = jaxche.reports.text_rows(history, _ROUNDS)
+        shown = f"the last {len(rows)} of {len(history)} rounds"
+        parts.append(f"<details><summary>{shown}</summary>{html_table(titles, rows)}</details>")
     if result:
         kept = {key: result[key] for key in ("command", "arguments", "versions", "devices", "pace_ms") if key in result}
         text = html.escape(json.dumps(kept, indent=2))
@@ -129,11 +130,6 @@ def _results(result: dict[str, Any]) -> str:
     """The table of results, with a column for each policy."""
     rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])
     head = rows.pop(0) if len(result["results"]) > 1 else ["", *result["results"]]
-    return html_table(head, rows)
-
-
-def _rounds(history: jaxche.History) -> str:
-    head, *rows = jaxche.reports.text_rows(history, _ROUNDS)
     return html_table(head, rows)
 
 
