@@ -1,5 +1,6 @@
 """Merges that overlap the next round: against a slow twin, replayed, resumed, on both clocks, and what is refused."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -15,6 +16,7 @@ from jaxche.replicas._table import HOST_COLUMNS
 COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
 FLEET = jaxche.VirtualFleet([20, 50], sync_ms=100.0)
 RATE = 0.05
+ADAM = optax.adam(RATE)
 
 
 def loss_fn(w, batch):
@@ -41,6 +43,12 @@ def make(devices):
         return jaxche.Trainer(loss, tx or optax.sgd(RATE), fleet=fleet, **options)
 
     return trainer
+
+
+@pytest.fixture(scope="module")
+def made(make):
+    """The same, made once for equal arguments: its programs stay compiled."""
+    return functools.cache(make)
 
 
 def rounds(trainer, state, data, counts=COUNTS):
@@ -98,8 +106,8 @@ def test_corrections_are_those_of_a_slow_twin(make, data, close, part, options):
     assert info.overlapped == tuple(int(part * n) for n in COUNTS[-1])
 
 
-def test_the_first_round_has_nothing_to_correct_and_drift_is_of_the_merge_that_landed(make, data):
-    one, waiting = make(), make(overlap=0.0)
+def test_the_first_round_has_nothing_to_correct_and_drift_is_of_the_merge_that_landed(made, data):
+    one, waiting = made(), made(overlap=0.0)
     state, infos = rounds(one, one.init(jnp.zeros(3)), data)
     _, blocking = rounds(waiting, waiting.init(jnp.zeros(3)), data)
     assert [info.overlapped for info in infos] == [(), (3, 1), (0, 0), (2, 0), (4, 2)]
@@ -124,21 +132,21 @@ def test_the_table_takes_one_trip_over_the_link(make, data):
     assert found == [1, 0, 0]
 
 
-def test_a_thread_merges_beside_steps_what_a_virtual_fleet_merges_at_once(make, data, same):
-    one, real = make(optax.adam(RATE)), make(optax.adam(RATE), fleet=None)
+def test_a_thread_merges_beside_steps_what_a_virtual_fleet_merges_at_once(make, made, data, same):
+    one, real = made(ADAM), make(ADAM, fleet=None)
     after, _ = rounds(one, one.init(jnp.zeros(3)), data)
     again, infos = rounds(real, real.init(jnp.zeros(3)), data)
     same(after.merged().local_states, again.merged().local_states)
     assert all(info.hidden_ms >= 0 and info.sync_ms >= 0 for info in infos)
 
 
-def test_codes_of_few_bytes_are_taken_in_too(make, data, same, close):
-    plain, one = make(optax.adam(RATE)), make(optax.adam(RATE), wire="int8")
+def test_codes_of_few_bytes_are_taken_in_too(make, made, data, same, close):
+    plain, one = made(ADAM), make(ADAM, wire="int8")
     exact, _ = rounds(plain, plain.init(jnp.zeros(3)), data)
     state, infos = rounds(one, one.init(jnp.zeros(3)), data)
     close(one.params(state), plain.params(exact), rtol=0.05, atol=0.02)
     assert infos[1].merge_bytes > 0
-    other = make(optax.adam(RATE), wire="int8", fleet=None)
+    other = make(ADAM, wire="int8", fleet=None)
     again, _ = other.replay(other.init(jnp.zeros(3)), data, infos)
     same(again.local_states, state.merged().local_states)
 
@@ -166,27 +174,29 @@ def test_statistics_are_merged_and_other_states_stay(make, data):
     assert [int(one["seen"][0]) for one in merged] == [10, 5]
 
 
-def test_runs_replay_bit_for_bit(make, data, same):
-    one = make(optax.adam(RATE))
+def test_runs_replay_bit_for_bit(make, made, data, same):
+    one = made(ADAM)
     state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False, validation=data, eval_every=60)
     assert state.in_flight is None
     assert any(info.overlapped for info in history)
     assert "wire='float32', beside the first 50% of the next round; merges take" in one.explain(state)
     assert one.explain(state).endswith("% of the time: wire='int4' sends about 1/8 of the bytes")
     record = jaxche.History.from_json(history.to_json())
-    other = make(optax.adam(RATE), fleet=None)
+    other = make(ADAM, fleet=None)
     again, repeated = other.replay(other.init(jnp.zeros(3)), data, record)
     same(again.local_states, state.local_states)
     assert [info.overlapped for info in repeated] == [info.overlapped for info in history]
     for overlap in (0.0, 0.25):
         with pytest.raises(ValueError, match=rf"with overlap=0\.5 .* has overlap={overlap}; .*, overlap=0\.5\)"):
-            make(optax.adam(RATE), overlap=overlap).replay(one.init(jnp.zeros(3)), data, record)
+            make(ADAM, overlap=overlap).replay(one.init(jnp.zeros(3)), data, record)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, interrupted):
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, made, data, same, interrupted):
+    trainers = iter([made(ADAM), make(ADAM), made(ADAM)])
+
     def fit(**options):
-        one = make(optax.adam(RATE))
+        one = next(trainers)
         return one.fit(one.init(jnp.zeros(3)), data, epochs=3, checkpoint_every=40, progress=False, **options)
 
     (resumed, told), (whole, history) = interrupted(fit, round=12)
@@ -198,8 +208,8 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, in
 
 
 @pytest.mark.parametrize(("options", "is_warned"), [({}, True), ({"checkpoint_every": 40}, False)])
-def test_checkpoints_after_every_round_leave_nothing_to_overlap(make, data, tmp_path, caplog, options, is_warned):
-    one = make()
+def test_checkpoints_after_every_round_leave_nothing_to_overlap(made, data, tmp_path, caplog, options, is_warned):
+    one = made()
     with caplog.at_level("WARNING", "jaxche"):
         _, history = one.fit(one.init(jnp.zeros(3)), data, progress=False, checkpoints=tmp_path, **options)
     assert any(info.overlapped for info in history) is not is_warned
@@ -219,8 +229,8 @@ def test_a_merge_that_was_waited_for_is_reported_as_such(make, data, fleet):
 
 
 @pytest.mark.slow
-def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, same, close):
-    one = make()
+def test_evaluation_sees_the_merged_parameters_and_changes_nothing(made, data, same, close):
+    one = made()
     state, _ = rounds(one, one.init(jnp.zeros(3)), data)
     found = one.evaluate(state, data)
     w = np.asarray(one.params(state))
@@ -234,8 +244,8 @@ def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, s
     same(one.params(followed), one.params(one.round(other, data, (2, 2))[0]))
 
 
-def test_the_fleets_clock_has_the_merge_in_flight_at_the_end(make, data):
-    one = make()
+def test_the_fleets_clock_has_the_merge_in_flight_at_the_end(made, data):
+    one = made()
     state, infos = rounds(one, one.init(jnp.zeros(3)), data)
     walls = sum(max(info.wall_ms) for info in infos)
     assert [info.sync_ms for info in infos] == pytest.approx([0.0, 50.0, 100.0, 60.0, 0.0])
@@ -323,8 +333,8 @@ def test_merges_beside_steps_have_devices_of_their_own(make, data, devices, monk
         make(fleet=None, replicas=devices)
 
 
-def test_numbers_that_become_infinite_end_the_run(make, data):
-    one = make()
+def test_numbers_that_become_infinite_end_the_run(make, made, data):
+    one = made()
     state, _ = rounds(one, one.init(jnp.zeros(3)), data, COUNTS[:2])
     bad = [{"x": batch["x"] * np.inf, "y": batch["y"]} for batch in (data[i] for i in range(40))]
     with pytest.raises(jaxche.NonFiniteLossError) as caught:
@@ -338,19 +348,19 @@ def test_numbers_that_become_infinite_end_the_run(make, data):
         exploding.round(after, data, (4, 2))
 
 
-def test_one_merge_is_in_flight_also_when_a_state_is_dropped(make, data, same):
+def test_one_merge_is_in_flight_also_when_a_state_is_dropped(make, made, data, same):
     one = make(fleet=None)
     state = one.init(jnp.zeros(3))
     for _ in range(3):
         kept, _ = one.round(state, data, (4, 2))
     after, _ = one.round(kept, data, (6, 3))
-    other = make()
+    other = made()
     wanted, _ = rounds(other, other.init(jnp.zeros(3)), data, [(4, 2), (6, 3)])
     same(one.params(after), other.params(wanted))
 
 
-def test_a_trainer_without_overlap_waits_for_the_merge_of_another(make, data, same):
-    state, _ = rounds(make(), make().init(jnp.zeros(3)), data, COUNTS[:2])
+def test_a_trainer_without_overlap_waits_for_the_merge_of_another(make, made, data, same):
+    state, _ = rounds(made(), made().init(jnp.zeros(3)), data, COUNTS[:2])
     assert state.in_flight is not None
     plain = make(overlap=0.0, opt_state="local")
     after, info = plain.round(state, data, COUNTS[2])

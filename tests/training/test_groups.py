@@ -1,5 +1,6 @@
 """Groups of replicas that merge within rounds: against a slow twin, replayed, resumed, and what is refused."""
 
+import functools
 import time
 
 import jax
@@ -16,6 +17,7 @@ GROUPS = [[0, 1], [2, 3]]
 FLEET = jaxche.VirtualFleet([20, 50, 20, 50], sync_ms=200.0, group_sync_ms=5.0)
 COUNTS = [(10, 4, 10, 4), (6, 3, 5, 0), (2, 1, 8, 4)]
 RATE = 0.05
+ADAM = optax.adam(RATE)
 
 
 def loss_fn(w, batch):
@@ -37,6 +39,12 @@ def make(devices):
         return jaxche.Trainer(loss, tx or optax.sgd(RATE), fleet=fleet, **options)
 
     return trainer
+
+
+@pytest.fixture(scope="module")
+def made(make):
+    """The same, made once for equal arguments: its programs stay compiled."""
+    return functools.cache(make)
 
 
 class Slow:
@@ -107,8 +115,8 @@ def twin(data, merges, part=None):
 
 
 @pytest.mark.parametrize("merges", [2, 3, 4])
-def test_rounds_are_those_of_a_slow_twin(make, data, close, merges):
-    one = make(group_merges=merges)
+def test_rounds_are_those_of_a_slow_twin(made, data, close, merges):
+    one = made(group_merges=merges)
     state = one.init(jnp.zeros(3))
     for counts, params in zip(COUNTS, twin(data, merges), strict=True):
         state, info = one.round(state, data, counts)
@@ -140,16 +148,16 @@ def test_a_correction_loses_and_adds_nothing(make):
     assert np.abs(found[0]).max() > 0.1
 
 
-def test_one_merge_in_a_round_is_a_trainer_without_groups(make, data, same):
-    one, plain = make(group_merges=1), make(groups=None)
+def test_one_merge_in_a_round_is_a_trainer_without_groups(make, made, data, same):
+    one, plain = make(group_merges=1), made(groups=None)
     state, history = one.fit(one.init(jnp.zeros(3)), data, progress=False)
     other, again = plain.fit(plain.init(jnp.zeros(3)), data, progress=False)
     same(state.local_states, other.local_states)
     assert [info.counts for info in history] == [info.counts for info in again]
 
 
-def test_the_clock_has_all_merges_and_the_cadence_sees_those_of_all_replicas(make, data):
-    one, plain = make(group_merges=4), make(groups=None)
+def test_the_clock_has_all_merges_and_the_cadence_sees_those_of_all_replicas(made, data):
+    one, plain = made(group_merges=4), made(groups=None)
     state, info = one.round(one.init(jnp.zeros(3)), data, (10, 4, 10, 4))
     # Merges are after 1, 2 and 3 steps of 50 ms of the slow, when the fast have done 3, 5 and 8 of 20 ms.
     assert info.group_ms == pytest.approx((60 + 50 + 60) + 3 * 5.0 + (200 - 150) - 200)
@@ -165,7 +173,7 @@ def test_the_clock_has_all_merges_and_the_cadence_sees_those_of_all_replicas(mak
 def test_their_number_follows_the_costs(make, data):
     def last(**costs):
         fleet = jaxche.VirtualFleet([20, 50, 20, 50], sync_ms=200.0, **costs)
-        one = make(optax.adam(RATE), fleet=fleet)
+        one = make(ADAM, fleet=fleet)
         state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=4, progress=False)
         assert f"merge {state.group_merges} times in a round" in one.explain(state)
         return history[-2]
@@ -188,11 +196,11 @@ def test_the_wait_in_a_merge_of_a_group_counts_once_in_real_time(make, data):
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
-def test_runs_replay_bit_for_bit(make, data, same, overlap):
-    one = make(optax.adam(RATE), overlap=overlap)
+def test_runs_replay_bit_for_bit(make, made, data, same, overlap):
+    one = made(ADAM, overlap=overlap)
     state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False)
     assert max(info.group_merges for info in history) > 2
-    real = make(optax.adam(RATE), overlap=overlap, fleet=None)
+    real = make(ADAM, overlap=overlap, fleet=None)
     again, repeated = real.replay(real.init(jnp.zeros(3)), data, jaxche.History.from_json(history.to_json()))
     same(again.local_states, state.local_states)
     assert [info.group_merges for info in repeated] == [info.group_merges for info in history]
@@ -200,25 +208,25 @@ def test_runs_replay_bit_for_bit(make, data, same, overlap):
         with pytest.raises(
             ValueError, match=r"other groups= \(\(0, 0, 1, 1\) .* write jaxche.Trainer\(..., groups=...\)"
         ):
-            make(optax.adam(RATE), groups=groups, overlap=overlap).replay(one.init(jnp.zeros(3)), data, history)
+            make(ADAM, groups=groups, overlap=overlap).replay(one.init(jnp.zeros(3)), data, history)
 
 
-def test_a_stream_that_ends_before_one_has_a_batch_replays(make, same):
+def test_a_stream_that_ends_before_one_has_a_batch_replays(made, same):
     def source(epoch):
         rng = np.random.default_rng(epoch)
         for _ in range(29):
             x = rng.normal(size=(4, 3)).astype(np.float32)
             yield {"x": x, "y": x.sum(1)}
 
-    one = make(group_merges=2)
+    one = made(group_merges=2)
     state, history = one.fit(one.init(jnp.zeros(3)), jaxche.Stream(source), epochs=1, progress=False)
     assert any(0 in info.counts and 0 not in info.planned for info in history)
     again, _ = one.replay(one.init(jnp.zeros(3)), jaxche.Stream(source), history)
     same(one.params(again), one.params(state))
 
 
-def test_a_short_round_does_not_forget_the_number_of_merges(make, data):
-    one = make(optax.adam(RATE))
+def test_a_short_round_does_not_forget_the_number_of_merges(made, data):
+    one = made(ADAM, overlap=0.0)
     state, _ = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False)
     before = state.group_merges
     assert before > 2
@@ -226,9 +234,9 @@ def test_a_short_round_does_not_forget_the_number_of_merges(make, data):
     assert (info.group_merges, state.group_merges) == (1, before)
 
 
-def test_a_resumed_run_has_the_rounds_of_its_own_groups(make, data, tmp_path):
+def test_a_resumed_run_has_the_rounds_of_its_own_groups(make, made, data, tmp_path):
     options = {"checkpoints": tmp_path, "progress": False}
-    one, plain = make(), make(groups=None)
+    one, plain = make(), made(groups=None)
     state, _ = plain.fit(plain.init(jnp.zeros(3)), data, epochs=1, **options)
     assert state.che.half_life == 1.0
     state, _ = one.fit(one.init(jnp.zeros(3)), data, epochs=2, **options)
@@ -261,9 +269,11 @@ def test_no_program_is_compiled_for_fewer_members(make, data, devices):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, interrupted):
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, made, data, same, interrupted):
+    trainers = iter([made(ADAM, overlap=0.0), make(ADAM), made(ADAM, overlap=0.0)])
+
     def fit(**options):
-        one = make(optax.adam(RATE))
+        one = next(trainers)
         return one.fit(one.init(jnp.zeros(3)), data, epochs=2, checkpoint_every=40, progress=False, **options)
 
     (resumed, told), (whole, history) = interrupted(fit, round=6)
@@ -316,8 +326,8 @@ def test_an_error_of_one_replica_is_raised_and_nobody_waits(make, data):
     assert np.isfinite(one.params(after)).all()
 
 
-def test_numbers_that_become_infinite_in_one_replica_are_found(make, data):
-    one = make(group_merges=3)
+def test_numbers_that_become_infinite_in_one_replica_are_found(made, data):
+    one = made(group_merges=3)
     state = one.init(jnp.zeros(3))
     # Of the second replica, from which the first gets it.
     bad = [data[i] | ({"x": data[i]["x"] * np.inf} if i == 6 else {}) for i in range(40)]
