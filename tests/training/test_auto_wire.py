@@ -94,17 +94,13 @@ def test_cheap_merges_stay_in_float32_and_compile_nothing_more(problem, trainer)
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_runs_replay_and_resume_bit_for_bit(problem, trainer, same, tmp_path, overlap):
-    def fit(epochs, folder=None):
-        one = trainer(overlap=overlap)
-        options = {"checkpoints": folder} if folder else {}
-        return one, *one.fit(one.init(problem.params), problem.data, epochs=epochs, progress=False, **options)
-
-    one, whole, history = fit(4, tmp_path / "whole")
+    one, other = trainer(overlap=overlap), trainer(overlap=overlap)
+    saves = {"epochs": 4, "progress": False, "checkpoints": tmp_path}
+    whole, history = one.fit(one.init(problem.params), problem.data, **saves)
     wires = [info.wire for info in history]
     assert wires[0] == "float32"
     assert wires[-1] == "int4"
     record = jaxche.History.from_json(history.to_json())
-    other = trainer(overlap=overlap)
     again, repeated = other.replay(other.init(problem.params), problem.data, record)
     same(again.merged().local_states, whole.merged().local_states)
     assert [info.wire for info in repeated] == wires
@@ -114,13 +110,10 @@ def test_runs_replay_and_resume_bit_for_bit(problem, trainer, same, tmp_path, ov
     rest, _ = other.replay(part, problem.data, record[middle:])
     same(rest.merged().local_states, whole.merged().local_states)
     # The choice and what was not sent are in a checkpoint.
-    saved = trainer(overlap=overlap)
-    restored, _ = saved.fit(
-        saved.init(problem.params), problem.data, epochs=4, progress=False, checkpoints=tmp_path / "whole"
-    )
+    restored, _ = other.fit(other.init(problem.params), problem.data, **saves)
     assert restored.wire == whole.wire
     same(restored.local_states, whole.local_states)
-    after, _ = run(saved, restored, problem.data, [(1, 1)])
+    after, _ = run(other, restored, problem.data, [(1, 1)])
     wanted, _ = run(one, whole, problem.data, [(1, 1)])
     same(after.merged().local_states, wanted.merged().local_states)
 

@@ -98,7 +98,7 @@ def test_a_replay_and_a_resumed_run_are_equal(make_problem, devices, same, tmp_p
     replayed, again = one.replay(one.init(problem.params), problem.data, history)
     same(one.params(state), one.params(replayed))
     assert [info.rows for info in again] == [info.rows for info in history]
-    fit(trainer(problem, devices), problem, epochs=2, checkpoints=Checkpoints(tmp_path))
+    fit(one, problem, epochs=2, checkpoints=Checkpoints(tmp_path))
     other = trainer(problem, devices)
     resumed, whole = fit(other, problem, epochs=4, checkpoints=Checkpoints(tmp_path))
     same(one.params(state), other.params(resumed))
@@ -252,18 +252,16 @@ def test_rounds_of_other_lengths_need_no_other_programs(make_problem, devices):
 def test_local_steps_on_rows_replay_and_resume_bit_for_bit(make_problem, devices, same, tmp_path, told):
     problem = make_problem(examples=16 * 61 + 5, batch_size=16)
 
-    def run(**options):
-        one = local_steps(problem, devices, 60.0, tx=optax.adam(0.05))
-        return one, *fit(one, problem, epochs=2, **options)
-
-    one, state, history = run()
+    one, other = (local_steps(problem, devices, 60.0, tx=optax.adam(0.05)) for _ in range(2))
+    state, history = fit(one, problem, epochs=2)
     assert len({info.joined for info in history if info.shares}) > 1
     replayed, again = one.replay(one.init(problem.params), problem.data, history)
     same((replayed.params, replayed.opt_state), (state.params, state.opt_state))
     assert [info.rows for info in again] == [info.rows for info in history]
     stop = len(history) // 2
-    run(checkpoints=Checkpoints(tmp_path, every=1), callbacks=[lambda state, info: state.round == stop])
-    _, resumed, whole = run(checkpoints=Checkpoints(tmp_path))
+    half = {"checkpoints": Checkpoints(tmp_path, every=1), "callbacks": [lambda state, info: state.round == stop]}
+    fit(one, problem, epochs=2, **half)
+    resumed, whole = fit(other, problem, epochs=2, checkpoints=Checkpoints(tmp_path))
     same((resumed.params, resumed.opt_state), (state.params, state.opt_state))
     assert told(whole) == told(history)
 

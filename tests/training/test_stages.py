@@ -252,13 +252,16 @@ def test_an_error_in_mid_round_leaves_the_last_good_state(devices, data, params)
 def test_pipelines_go_on_from_a_checkpoint_bit_for_bit(data, params, devices, lockstep, tmp_path):
     replicas = [devices[:2], devices[2:4]]
 
-    def run(callbacks=(), **options):
-        trainer = jaxche.Trainer(in_stages(), optax.adam(0.05), che=lockstep(), replicas=replicas)
+    def make():
+        return jaxche.Trainer(in_stages(), optax.adam(0.05), che=lockstep(), replicas=replicas)
+
+    def run(trainer, callbacks=(), **options):
         return trainer.fit(trainer.init(params), data, 2, callbacks=callbacks, progress=False, **options)
 
-    state, _ = run()
-    left, _ = run([lambda state, info: state.round == 2], checkpoints=tmp_path)
-    resumed, history = run(checkpoints=tmp_path)
+    first, second = make(), make()
+    state, _ = run(first)
+    left, _ = run(first, [lambda state, info: state.round == 2], checkpoints=tmp_path)
+    resumed, history = run(second, checkpoints=tmp_path)
     assert left.round == 2
     assert [info.round for info in history] == list(range(state.round))
     jax.tree.map(
