@@ -1,5 +1,7 @@
 """The end of a fit: exactly after so many steps, at the first merge after so many examples or seconds."""
 
+import functools
+
 import optax
 import pytest
 
@@ -8,28 +10,40 @@ import jaxche
 FLEET = jaxche.VirtualFleet([20.0, 50.0], sync_ms=5.0)
 
 
-@pytest.fixture
-def make(problem, devices):
-    def make(fleet=FLEET, **options):
-        trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), replicas=devices[:2], fleet=fleet, **options)
-        return trainer, trainer.init(problem.params)
-
-    return make
-
-
 POLICIES = {
     "cadence": {},
     "async": {"policy": "async", "che": jaxche.ElChe(2, 4)},
     "sync": {"policy": "sync", "rows": "equal"},
     "sync by speed": {"policy": "sync", "joined_batches": 3},
     "lockstep": {"che": jaxche.ElChe(2, 2, max_anchor=2, max_batch_diff=0)},
+    "equal speeds": {"fleet": jaxche.VirtualFleet([20.0, 20.0], sync_ms=5.0)},
+    "long rounds": {"che": jaxche.ElChe(2, 40)},
 }
 
 
+@pytest.fixture(scope="module")
+def another(make_problem, devices):
+    """Makes a trainer of one of POLICIES, and its first state."""
+    problem = make_problem()
+
+    def make(policy):
+        options = {"replicas": devices[:2], "fleet": FLEET} | POLICIES[policy]
+        trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), **options)
+        return trainer, trainer.init(problem.params)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make(another):
+    """The same, made once for each policy: its programs stay compiled."""
+    return functools.cache(another)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["cadence", "async", "sync", "sync by speed", "lockstep"])
 def test_steps_end_a_run_exactly(problem, make, policy):
-    trainer, state = make(**POLICIES[policy])
+    trainer, state = make(policy)
     for steps, total in ((31, 31), (1, 32)):
         state, history = trainer.fit(state, problem.data, max_steps=steps, progress=False)
         assert state.steps == history[-1].steps_done == total
@@ -57,7 +71,7 @@ def test_a_single_replica_ends_exactly(problem, devices):
 
 
 def test_examples_are_counted_by_the_batches_of_the_data_at_hand(problem, make):
-    trainer, state = make(jaxche.VirtualFleet([20.0, 20.0], sync_ms=5.0))
+    trainer, state = make("equal speeds")
     state, _ = trainer.fit(state, problem.data, progress=False)
     larger = jaxche.Batches(problem.data.arrays, 3 * problem.data.batch_size)
     state, history = trainer.fit(state, larger, max_examples=2 * larger.batch_size, progress=False)
@@ -69,7 +83,7 @@ def test_examples_are_counted_by_the_batches_of_the_data_at_hand(problem, make):
 @pytest.mark.parametrize("policy", ["cadence", "async", "sync by speed"])
 @pytest.mark.parametrize("examples", [1, 96, 101, 250])
 def test_examples_end_a_run_without_more_batches_than_needed(problem, make, policy, examples):
-    trainer, state = make(**POLICIES[policy])
+    trainer, state = make(policy)
     state, history = trainer.fit(state, problem.data, max_examples=examples, progress=False)
     assert examples <= state.examples < examples + 8
     assert len(history) == 1 or history[-2].examples_done < examples
@@ -84,7 +98,7 @@ def test_smaller_batches_need_another_round(make_problem, devices):
 
 @pytest.mark.parametrize("seconds", [0.001, 0.3, 0.5])
 def test_seconds_end_a_run_at_the_first_merge_after(problem, make, seconds):
-    trainer, state = make()
+    trainer, state = make("cadence")
     start = 0.0
     for _ in range(2):  # the second counts from the first
         state, history = trainer.fit(state, problem.data, max_time=seconds, progress=False)
@@ -106,15 +120,15 @@ def test_seconds_end_a_run_at_the_first_merge_after(problem, make, seconds):
     ],
 )
 def test_the_first_limit_ends_it(problem, make, limits, steps):
-    trainer, state = make()
+    trainer, state = make("cadence")
     state, _ = trainer.fit(state, problem.data, progress=False, **limits)
     assert state.steps == steps
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_where_it_would_have_ended(problem, make, tmp_path):
-    def run(folder, stops):
-        trainer, state = make()
+def test_a_resumed_run_ends_where_it_would_have_ended(problem, make, another, tmp_path):
+    def run(folder, stops, make=make):
+        trainer, state = make("cadence")
         callbacks = [lambda state, info: stops and info.steps_done >= 10]
         options = {"checkpoints": folder, "callbacks": callbacks, "progress": False}
         return trainer.fit(state, problem.data, max_steps=31, **options)
@@ -122,7 +136,7 @@ def test_a_resumed_run_ends_where_it_would_have_ended(problem, make, tmp_path):
     whole, _ = run(tmp_path / "whole", False)
     part, _ = run(tmp_path / "parts", True)
     assert 10 <= part.steps < 31
-    rest, history = run(tmp_path / "parts", False)
+    rest, history = run(tmp_path / "parts", False, another)
     assert (rest.steps, rest.cursor) == (whole.steps, whole.cursor) == (31, 7)
     assert [info.steps_done for info in history] == [
         sum(info.batches for info in history[: i + 1]) for i in range(len(history))
@@ -130,13 +144,13 @@ def test_a_resumed_run_ends_where_it_would_have_ended(problem, make, tmp_path):
 
 
 def test_the_plan_is_no_longer_than_the_run(problem, make):
-    trainer, state = make(che=jaxche.ElChe(2, 40))
+    trainer, state = make("long rounds")
     _, history = trainer.fit(state, problem.data, max_examples=8, progress=False)
     assert [info.planned for info in history] == [(1, 0)]
 
 
 def test_nothing_is_read_ahead_of_the_end(problem, make, recorder):
-    trainer, state = make()
+    trainer, state = make("cadence")
     data = recorder(problem.data)
     trainer.fit(state, data, max_steps=7, progress=False)
     trainer._engine.reader(data).wait()
@@ -146,6 +160,6 @@ def test_nothing_is_read_ahead_of_the_end(problem, make, recorder):
 @pytest.mark.parametrize("name", ["max_steps", "max_examples", "max_time"])
 @pytest.mark.parametrize("value", [0, -1, "9", True, float("inf")])
 def test_bad_limits_are_named(problem, make, name, value):
-    trainer, state = make()
+    trainer, state = make("cadence")
     with pytest.raises(ValueError, match=f"{name}=.* must be a .*number above 0; write {name}="):
         trainer.fit(state, problem.data, progress=False, **{name: value})
