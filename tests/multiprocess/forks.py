@@ -150,11 +150,13 @@ def answer(calls, call, files):
 
 
 def main(number):
+    import jaxlib.mlir.dialects.mhlo  # noqa: F401, of the first program that JAX lowers
     import orbax.checkpoint  # noqa: F401
 
     import jaxche
 
-    assert jaxche.Trainer  # is imported by its first use
+    assert jaxche.Trainer  # is imported by its first use, and so is the next
+    assert jaxche.initialize
     runpy.run_path(str(Path(__file__).parents[1] / "compilation.py"))["share"]()
     # What is imported stays: the garbage collector of a fork does not visit it.
     gc.freeze()
