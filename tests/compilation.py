@@ -4,13 +4,14 @@ import os
 import threading
 import types
 
-from jax._src import compiler, distributed, lru_cache
+from jax._src import cache_key, compiler, distributed, lru_cache
 from jax._src.interpreters import mlir
 
 
 def share():
     """Share contexts and programs; called once a process."""
     share_contexts()
+    name_without_devices()
     write_whole()
     write_of_all()
 
@@ -27,6 +28,16 @@ def share_contexts():
     mlir.make_ir_context = context
 
 
+def name_without_devices():
+    """A program in the cache serves all devices, of all processes: it is loaded for others, as JAX does it on GPUs."""
+    hashed = cache_key._hash_serialized_compile_options
+
+    def without_devices(hash_obj, options, strip_device_assignment=True):
+        return hashed(hash_obj, options, strip_device_assignment=True)
+
+    cache_key._hash_serialized_compile_options = without_devices
+
+
 def write_whole():
     """A program is in the cache when all of it is written: others may read it at any time, and JAX takes no lock."""
 
@@ -40,7 +51,7 @@ def write_whole():
 
 
 def write_of_all():
-    """JAX writes the programs of process 0 alone, and on CPUs those of other processes have keys of their own."""
+    """JAX writes the programs of process 0 alone, and others have some that it has not."""
 
     class First:
         process_id = 0

@@ -55,25 +55,27 @@ _PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 def share_programs():
     """One program serves all functions that compile to it, as long as this process lives.
 
-    JAX's cache reads and links it again for each of them. Programs belong to a client; on CPUs their keys name the
-    devices too.
+    JAX's cache reads and links it again for each of them. Programs belong to a client and its devices.
     """
     read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
+    missed = threading.local()  # the devices for which this thread compiles
 
     def get(key, options, backend, devices, callbacks=()):
         if callbacks:  # which JAX from 0.12 on binds to the program
             return read(key, options, backend, devices, callbacks)
-        if (backend, key) not in _PROGRAMS:
+        place = backend, key, tuple(devices)
+        if place not in _PROGRAMS:
             found = None, None
             with contextlib.suppress(Exception):  # half of a program, whose process was killed: it is written again
                 found = read(key, options, backend, devices)
             if found[0] is None:
+                missed.devices = tuple(devices)
                 return found
-            _PROGRAMS[backend, key] = found
-        return _PROGRAMS[backend, key]
+            _PROGRAMS[place] = found
+        return _PROGRAMS[place]
 
     def put(key, name, program, backend, seconds):
-        _PROGRAMS[backend, key] = program, seconds
+        _PROGRAMS[backend, key, missed.devices] = program, seconds
         write(key, name, program, backend, seconds)
 
     compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
