@@ -1,6 +1,7 @@
 """Saved and found again: bit for bit with the same replicas, correctly with others, past what cannot be read."""
 
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -106,44 +107,57 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
 def test_arrays_without_numbers_go_through_a_checkpoint(devices, tmp_path, same, replicas, opt_state):
     data = [np.full((2, 2), i, np.float32) for i in range(4)]
 
-    def run(replicas, epochs):
+    def make(replicas):
         options = {"opt_state": opt_state, "replicas": devices[:replicas]}
-        one = jaxche.Trainer(lambda p, x: ((x @ p["w"] - 1) ** 2).mean(), optax.adam(0.1), **options)
+        return jaxche.Trainer(lambda p, x: ((x @ p["w"] - 1) ** 2).mean(), optax.adam(0.1), **options)
+
+    def run(one, epochs):
         state = one.init({"w": jnp.zeros(2), "none": jnp.zeros((0, 3), jnp.bfloat16)})
         return one.fit(state, data, epochs, progress=False, checkpoints=tmp_path)[0]
 
-    saved = run(2, 1)
-    found = run(replicas, 1)
+    saved, other = run(make(2), 1), make(replicas)
+    found = run(other, 1)
     assert found.params["none"].shape == (replicas, 0, 3)
     assert found.params["none"].dtype == jnp.bfloat16
     same(jax.tree.map(lambda x: x[0], found.params), jax.tree.map(lambda x: x[0], saved.params))
-    assert run(replicas, 2).epoch == 2
+    assert run(other, 2).epoch == 2
     assert not list(tmp_path.glob("unreadable-*"))
+
+
+@pytest.fixture(scope="module")
+def make_islands(devices):
+    """Makes a trainer of two islands of these sizes, or of two devices."""
+
+    def loss(p, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]) ** 2)
+
+    def make(sizes=None):
+        strategy, che = FullShard(min_size=1), jaxche.ElChe(2, 2, max_anchor=2, max_batch_diff=0)
+        islands = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])] if sizes else None
+        options = {"replicas": islands, "strategy": strategy} if sizes else {"replicas": devices[:2]}
+        return jaxche.Trainer(loss, optax.adam(0.05), che=che, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def others(make_islands):
+    """Trainers of wide islands, of islands of one device, and of devices, which go on from checkpoints of others."""
+    return [make_islands((4, 2)), make_islands((1, 1)), make_islands()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 1)], ids=str)
-def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close, lockstep, sizes):
+def test_islands_go_on_bit_for_bit_and_as_devices(make_islands, others, tmp_path, same, close, patient, sizes):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(96, 8)).astype(np.float32)
     data = jaxche.Batches({"x": x, "y": np.sin(x[:, :2])}, 8)
     params = {"w": rng.normal(size=(8, 16)).astype(np.float32), "v": np.zeros((16, 2), np.float32)}
 
-    def loss(p, batch):
-        return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]) ** 2)
-
-    strategy = FullShard(min_size=1)
-    islands = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
-    wide = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
-    single = [strategy.mesh(devices[:1]), strategy.mesh(devices[1:2])]
-
-    def make(replicas=islands, strategy=strategy):
-        return jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=replicas, strategy=strategy)
-
     def run(trainer, callbacks=(), **options):
         return trainer.fit(trainer.init(params), data, epochs=2, progress=False, callbacks=callbacks, **options)
 
-    first, second = make(), make()
+    first, second = make_islands(sizes), make_islands(sizes)
     state, _ = run(first)
     half, _ = run(first, [stop_after(2)], checkpoints=tmp_path)
     resumed, _ = run(second, checkpoints=tmp_path)
@@ -151,7 +165,7 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
     cut = resumed.local_states[0].opt_state[0].mu["w"]
     assert cut.addressable_shards[0].data.size * sizes[0] == cut.size
     undisturbed, _ = run(first, [stop_after(3)])
-    for other in (make(wide), make(single), make(devices[:2], None)):
+    for other in others:
         found, record = run(other, [stop_after(3)], checkpoints=jaxche.Checkpoints(_copy(tmp_path, half.round)))
         assert [info.round for info in record] == [0, 1, 2]
         close(*(jax.device_get(plain(s)[0][:2]) for s in (found, undisturbed)), rtol=2e-5)
@@ -169,8 +183,9 @@ def test_noise_goes_on_in_islands_of_another_number(devices, tmp_path, same, ord
         "uneven": [strategy.mesh(devices[:2]), strategy.mesh(devices[2:6])],
     }
 
-    def run(replicas, epochs):
-        trainer = jaxche.Trainer(
+    @functools.cache
+    def make(replicas):
+        return jaxche.Trainer(
             lambda p, x: jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) - 1.0) ** 2),
             optax.adam(0.05),
             replicas=islands[replicas],
@@ -178,6 +193,9 @@ def test_noise_goes_on_in_islands_of_another_number(devices, tmp_path, same, ord
             scaling=jaxche.AdaScale(),
             base_batch_size=4,
         )
+
+    def run(replicas, epochs):
+        trainer = make(replicas)
         state, _ = trainer.fit(trainer.init(params), data, epochs, progress=False, checkpoints=tmp_path)
         return trainer, state
 
@@ -214,24 +232,32 @@ RULES = {
 }
 
 
+@pytest.fixture(scope="module")
+def trainer_of(devices):
+    """The trainer of so many replicas by one of RULES, made once: its programs stay compiled."""
+
+    @functools.cache
+    def get(world, rules):
+        che = jaxche.ElChe(world, 2, max_anchor=2, max_batch_diff=0) if world > 1 else None
+        return jaxche.Trainer(noisy_loss, optax.adam(0.05), replicas=devices[:world], che=che, **RULES[rules])
+
+    return get
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "rules"),
     [*((2, 3, rules) for rules in RULES), *((*one, rules) for one in [(2, 1), (1, 2)] for rules in list(RULES)[2:])],
 )
 def test_another_number_of_replicas_goes_on_from_the_merged_state(
-    problem, model_state, devices, lockstep, tmp_path, close, told, before, after, rules
+    problem, model_state, trainer_of, patient, tmp_path, close, told, before, after, rules
 ):
-    def trainer(world):
-        che = lockstep(world) if world > 1 else None
-        return jaxche.Trainer(noisy_loss, optax.adam(0.05), replicas=devices[:world], che=che, **RULES[rules])
-
     def run(trainer, rounds):
         state = trainer.init(problem.params, model_state)
         stop = [stop_after(rounds)]
         return trainer.fit(state, problem.data, epochs=9, callbacks=stop, progress=False, checkpoints=tmp_path)
 
-    first, second = trainer(before), trainer(after)
+    first, second = trainer_of(before, rules), trainer_of(after, rules)
     left, part = run(first, 2)
     found, record = run(second, 3)
     assert told(record[:2]) == told(part)
