@@ -22,8 +22,12 @@ def share(problem, cursor, n):
     return [problem.data.epoch(i // size)[i % size] for i in range(cursor, cursor + n)]
 
 
+# Compiled: a twin takes many steps.
+GRADIENT = jax.jit(jax.grad(lambda params, batch, loss: loss(params, batch)[0]), static_argnames="loss")
+
+
 def gradient(problem, params, batch):
-    return jax.grad(lambda p: problem.loss(p, batch)[0])(params)
+    return GRADIENT(params, batch, loss=problem.loss)
 
 
 def run(problem, trainer, rounds=ROUNDS):
@@ -39,6 +43,7 @@ def averaged_gradients(problem, tx, rule, totals, base=8):
     params = jax.tree.map(jnp.asarray, problem.params)
     tx = scale_learning_rate(tx, rule)
     opt_state, noise = tx.init(params), noise_scale.init(params, base_batch_size=base)
+    update = jax.jit(tx.update)
     cursor, told = 0, []
     for total in totals:
         batches = share(problem, cursor, total)
@@ -48,7 +53,7 @@ def averaged_gradients(problem, tx, rule, totals, base=8):
         if total > 1:
             noise = noise_scale.update(noise, stacked, sizes, opt_state=seen)
         mean = jax.tree.map(lambda g, b=sizes: jnp.tensordot(jnp.array(b, jnp.float32) / sum(b), g, 1), stacked)
-        updates, opt_state = tx.update(mean, opt_state, params, scale=sum(sizes) / base, noise=noise)
+        updates, opt_state = update(mean, opt_state, params, scale=sum(sizes) / base, noise=noise)
         params, cursor = optax.apply_updates(params, updates), cursor + total
         told.append((noise.critical_batch_size, noise.gain(sum(sizes) / base), opt_state.factor, opt_state.progress))
     return params, told
@@ -58,7 +63,7 @@ def averaged_parameters(problem, tx, rule, rounds, merge, base=8):
     """Replicas in a Python loop; noise and progress are common and change at merges."""
     x0 = jax.tree.map(jnp.asarray, problem.params)
     tx = scale_learning_rate(tx, rule)
-    states = [tx.init(x0) for _ in rounds[0]]
+    states, update = [tx.init(x0) for _ in rounds[0]], jax.jit(tx.update)
     noise, progress, cursor, told = noise_scale.init(x0, base_batch_size=base), jnp.float32(0), 0, []
     for counts in rounds:
         weights, alpha = merge_weights(merge, counts)
@@ -71,7 +76,7 @@ def averaged_parameters(problem, tx, rule, rounds, merge, base=8):
                 grads.append(gradient(problem, params, batch))
                 own.append(noise_scale.local_sums(noise, grads[-1], b, opt_state=seen))
                 gain = noise.gain(m_eff * b / base)
-                updates, states[rank] = tx.update(
+                updates, states[rank] = update(
                     grads[-1],
                     states[rank],
                     params,
@@ -155,12 +160,14 @@ def test_one_replica_compares_successive_gradients(problem, devices, close, rule
 
     params, tx, base = jax.tree.map(jnp.asarray, problem.params), scale_learning_rate(tx, rule), base or 8
     opt_state, noise = tx.init(params), noise_scale.init(params, base_batch_size=base, differenced=True)
+    update = jax.jit(tx.update)
+    measure = jax.jit(lambda noise, grads, seen: noise_scale.update(noise, grads, [8], opt_state=seen))
     for k, batch in enumerate(share(problem, 0, 24)):
         grads = gradient(problem, params, batch)
         if k % 12 == 0:  # a round looks through the second moments of its start
             seen = opt_state if isinstance(rule, jaxche.AdamScale) else None
-        noise = noise_scale.update(noise, jax.tree.map(lambda g: g[None], grads), [8], opt_state=seen)
-        updates, opt_state = tx.update(grads, opt_state, params, scale=8 / base, noise=noise)
+        noise = measure(noise, jax.tree.map(lambda g: g[None], grads), seen)
+        updates, opt_state = update(grads, opt_state, params, scale=8 / base, noise=noise)
         params = optax.apply_updates(params, updates)
     close(trainer.params(state), params, rtol=1e-3, atol=1e-5)
     assert history[-1].progress == pytest.approx(float(opt_state.progress), rel=1e-4)
@@ -181,9 +188,10 @@ def test_factors_of_rules_without_noise(problem, devices, rule, power):
 
 
 def test_the_split_of_a_round_over_replicas_changes_nothing(problem, devices, close):
+    arguments = {"average": "gradients", "replicas": devices[:2], "scaling": jaxche.AdaScale()}
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **arguments)
+
     def train(rounds):
-        arguments = {"average": "gradients", "replicas": devices[:2], "scaling": jaxche.AdaScale()}
-        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **arguments)
         state, infos = run(problem, trainer, rounds)
         return trainer.params(state), [scaled(info) for info in infos]
 

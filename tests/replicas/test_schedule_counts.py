@@ -335,16 +335,19 @@ def test_no_merge_loses_gradients_that_a_replica_has_accumulated(devices, kind, 
 
 
 def test_a_resumed_run_has_the_gradients_that_each_replica_had_accumulated(devices, tmp_path):
-    def run(stop, **checkpoints):
-        options = {"policy": "sync", "average": "parameters", "rows": "equal", "replicas": devices[:2]}
-        trainer = jaxche.Trainer(lambda w, batch: w * batch["x"].mean(), ACCUMULATE["MultiSteps"], **options)
+    options = {"policy": "sync", "average": "parameters", "rows": "equal", "replicas": devices[:2]}
+    first, second = (
+        jaxche.Trainer(lambda w, batch: w * batch["x"].mean(), ACCUMULATE["MultiSteps"], **options) for _ in range(2)
+    )
+
+    def run(trainer, stop, **checkpoints):
         ends = {"callbacks": [lambda state, info: info.round == stop]} if stop else {}
         return trainer.fit(start(trainer), data, progress=False, **ends, **checkpoints)[0]
 
     data = [{"x": np.full(2, i, np.float32)} for i in range(12)]
-    whole = run(None)
-    run(2, checkpoints=tmp_path)
-    resumed = run(None, checkpoints=tmp_path)
+    whole = run(first, None)
+    run(first, 2, checkpoints=tmp_path)
+    resumed = run(second, None, checkpoints=tmp_path)
     for one, other in zip(jax.tree.leaves(whole.opt_state), jax.tree.leaves(resumed.opt_state), strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(whole.params, resumed.params)
