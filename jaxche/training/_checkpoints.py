@@ -142,6 +142,15 @@ class CheckpointManager(Hook):
                 if run.is_done
                 else "training continues with this data",
             )
+        elif run.end.is_passed(run.state) and self._group.is_first:
+            # A loop of fits that is started again counts each from here, and trains for longer.
+            _log.warning(
+                "checkpoints=%r has epoch %s, step %s of a run, beyond the end of this fit: it trains nothing, and a "
+                "fit after it counts from there. In place of a loop of fits write one fit(epochs=...) over all epochs",
+                str(self._folder),
+                run.state.epoch,
+                run.state.steps,
+            )
         self._writer.open()
         run.history = self._log.truncate(run.state.round)
         self._logged = run.history[-1] if run.history else None

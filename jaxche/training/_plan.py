@@ -75,6 +75,11 @@ class End(NamedTuple):
         """Whether the run of this state has ended."""
         return any(limit is not None and done >= limit for limit, done in zip(self[:-1], state.reached, strict=True))
 
+    def is_passed(self, state: TrainerState) -> bool:
+        """Whether the run of this state has trained beyond an end in epochs or steps, which are exact."""
+        further = self.epochs is not None and (state.epoch, state.cursor) > (self.epochs, 0)
+        return further or (self.steps is not None and state.steps > self.steps)
+
     def batches_left(self, state: TrainerState, batch_size: int) -> int | None:
         """The most batches of the next round, at least one; None for no limit.
 

@@ -31,6 +31,7 @@ from jaxche.distributed import Group, PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import _checkpoints
 from jaxche.training._checkpoints import CheckpointManager
+from jaxche.training._plan import End
 
 
 def noisy_loss(params, batch, rng, model_state):
@@ -867,6 +868,18 @@ def test_a_smaller_step_of_the_version_and_other_data_are_told(saved, problem, c
     with pytest.raises(ValueError, match="is of a run with batches="):
         run(data=jaxche.Batches(problem.data.arrays, 2 * problem.data.batch_size))
     assert told not in caplog.text
+
+
+def test_a_state_beyond_the_end_of_its_fit_is_told(saved, caplog):
+    _, run, *_ = saved
+    run(epochs=2)
+    run(epochs=2)
+    assert "beyond the end" not in caplog.text
+    state, _ = run(epochs=1)  # as in a loop of fits that is started again
+    assert state.epoch == 2
+    assert f"has epoch 2, step {state.steps} of a run, beyond the end of this fit: it trains nothing" in caplog.text
+    assert not End(steps=state.steps).is_passed(state)
+    assert End(steps=state.steps - 1).is_passed(state)
 
 
 def test_a_bucket_is_refused_with_what_to_give():
