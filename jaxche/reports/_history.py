@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,16 +198,28 @@ class ReadRecord(NamedTuple):
 
 
 def read_record(data: bytes) -> ReadRecord:
-    """Read the lines of :meth:`History.to_json`; a damaged line does not affect the others."""
+    """Read the lines of :meth:`History.to_json`; a damaged line does not affect the others.
+
+    The last round of a run may have a second line, with the results of an evaluation at its end, which replaces the
+    first.
+    """
     *lines, rest = data.split(b"\n")
     found = ReadRecord([], [], [])
     for number, line in enumerate([*lines, *filter(None, [rest])], 1):
         try:
-            found.rounds.append(_round_info(json.loads(line.decode())))
+            info = _round_info(json.loads(line.decode()))
+            if found.rounds and _is_evaluated(found.rounds[-1], info):
+                del found.rounds[-1]
+            found.rounds.append(info)
         except (ValueError, TypeError):
             begun = number > len(lines) and line.startswith(b"{") and b"\0" not in line and line.isascii()
             (found.unfinished if begun else found.damaged).append(number)
     return found
+
+
+def _is_evaluated(before: RoundInfo, info: RoundInfo) -> bool:
+    """Whether the record of a round is that of the line before it, with the results of an evaluation."""
+    return info.round == before.round and replace(info, validation=before.validation) == before
 
 
 def warn_of_damage(name: str, record: ReadRecord) -> None:

@@ -56,6 +56,15 @@ def test_effective_batch(round_info):
     assert round_info(average="gradients").effective_batch == 32 * 14
 
 
+def test_a_second_line_of_a_round_with_its_evaluation_replaces_the_first(round_info, told):
+    first, last = round_info(), round_info(round=1)
+    evaluated = replace(last, validation={"loss": 0.5})
+    lines = History([first, last, evaluated]).to_json()
+    assert told(History.from_json(lines)) == told([first, evaluated])
+    other = replace(evaluated, loss=0.1)  # of another run
+    assert len(History.from_json(lines + History([other]).to_json())) == 3
+
+
 def test_json_round_trip(tmp_path: Path, told, round_info):
     history = History([round_info(), round_info(round=1, loss=0.25)])
     path = tmp_path / "history.jsonl"

@@ -882,6 +882,17 @@ def test_a_state_beyond_the_end_of_its_fit_is_told(saved, caplog):
     assert End(steps=state.steps - 1).is_passed(state)
 
 
+def test_the_record_of_a_run_that_a_callback_ended_can_be_replayed(problem, devices, tmp_path, told, same):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    options = {"validation": problem.data, "callbacks": [stop_after(3)], "progress": False}
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, 2, checkpoints=tmp_path, **options)
+    record = jaxche.History.from_json(tmp_path / "history.jsonl")
+    assert record[-1].validation  # of the evaluation after the callback
+    assert told(record) == told(history)
+    again, _ = trainer.replay(trainer.init(problem.params), problem.data, record)
+    same(trainer.params(again), trainer.params(state))
+
+
 def test_a_bucket_is_refused_with_what_to_give():
     with pytest.raises(ValueError, match=r"folder='gs://b/run' is not a folder of this system; mount"):
         jaxche.Checkpoints("gs://b/run")
