@@ -20,7 +20,7 @@ from jaxche.checkpoints._metadata import described
 from jaxche.checkpoints._orbax import align_operation_ids, barriers, close_manager, end_threads, handlers, spanning
 from jaxche.checkpoints._system_errors import no_space
 from jaxche.checkpoints._trees import items_of
-from jaxche.distributed import Group, PeerLostError
+from jaxche.distributed import Group, PeerLostError, delayed_interrupt
 
 _log = logging.getLogger("jaxche")
 
@@ -118,7 +118,8 @@ class CheckpointWriter:
         self._wait_for_last_save()
         self._in_flight, self._saves = step, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")
-        with self.unless_lost("begun"), barriers(self._wait_for_others):
+        # What Ctrl-C leaves of a save goes on in threads of Orbax, and breaks the save that the end of the fit makes.
+        with delayed_interrupt(), self.unless_lost("begun"), barriers(self._wait_for_others):
             try:
                 self._manager.save(step, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
             except threading.BrokenBarrierError:

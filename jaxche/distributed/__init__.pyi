@@ -39,5 +39,6 @@ from ._transfer import aligned as aligned
 from ._transfer import padded as padded
 from ._watchdog import PREEMPTED_CODE as PREEMPTED_CODE
 from ._watchdog import FileErrors as FileErrors
+from ._watchdog import delayed_interrupt as delayed_interrupt
 from ._watchdog import hang_timeout as hang_timeout
 from ._watchdog import on_sigterm as on_sigterm

@@ -113,3 +113,26 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
     if received.is_set():
         signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the context, but not a second one; without effect outside the main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    received = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if received.is_set():
+            before(number, frame)
+        received.set()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received.is_set():
+        signal.raise_signal(signal.SIGINT)

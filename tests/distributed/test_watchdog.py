@@ -1,12 +1,13 @@
 """Heartbeats and the hang timeout."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT
+from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT, delayed_interrupt
 from jaxche.distributed._watchdog import Watchdog
 
 
@@ -60,3 +61,20 @@ def test_what_ends_in_time_is_let_go_also_by_an_error():
     env = os.environ | {HANG_TIMEOUT: "2"}
     done = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "lives\n"
+
+
+def test_an_interrupt_waits_for_the_end_of_its_context_but_not_a_second_one():
+    before, reached = signal.getsignal(signal.SIGINT), []
+
+    def interrupted(times):
+        with delayed_interrupt():
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+                reached.append(times)
+
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(times)
+        assert signal.getsignal(signal.SIGINT) == before
+    assert reached == [1, 2]
+    interrupted(0)

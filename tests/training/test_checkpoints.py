@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.checkpointers import async_checkpointer
 from orbax.checkpoint._src.futures import future
 
 import jaxche
@@ -952,6 +953,24 @@ def test_a_preempted_run_is_saved_and_goes_on(saved, same):
     again, history = run()
     same(plain(again)[0], plain(wanted)[0])
     assert [info.stop for info in history] == [0] * 4 + [2] + [0] * (len(history) - 5)
+
+
+def test_ctrl_c_within_a_save_waits_until_it_is_begun(saved, told, monkeypatch):
+    folder, run, _, history = saved
+    begin, calls = async_checkpointer._AsyncManager.start_async_commit, []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)  # the threads of this save write, and nothing waits for them yet
+        return begin(*args, **options)
+
+    monkeypatch.setattr(async_checkpointer._AsyncManager, "start_async_commit", interrupted)
+    state, record = run()
+    assert state.round == len(record) == 4
+    assert len(calls) == 1  # the end of the fit begins no second one
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3", "4", "history.jsonl"]
+    assert told(record[:3]) == told(history)
 
 
 def test_an_error_leaves_the_last_checkpoint(saved, problem, told):
