@@ -24,6 +24,11 @@ from jaxche.training._state_dict import StateDict, metadata, with_metadata
 
 _log = logging.getLogger("jaxche")
 
+# Trees of a checkpoint that follow from an argument of the trainer: whose it is, and what to use.
+_OF_ARGUMENTS = {
+    "noise": ("a run with another scaling=", "scaling="),
+    "outer_state": ("a run with another outer=", "outer="),
+}
 # Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
 
@@ -309,9 +314,10 @@ class Restore:
         for path in sorted({*wanted, *saved}, key=lambda path: (not path.startswith("params/"), path)):
             have, want = saved.get(path, "missing"), wanted.get(path, "not there")
             if have != want:
+                of, own = _OF_ARGUMENTS.get(path.split("/")[0], ("another model or optimizer", "model and tx"))
                 raise ValueError(
-                    f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
-                    "trainer; use the model and tx that it was made with, or give another folder"
+                    f"{where} is of {of}: {path} is {have} in the checkpoint and {want} in this trainer; use the {own} "
+                    "that it was made with, or give another folder"
                 )
         for name in ("batches", "seed"):
             if meta[name] != self._source[name]:

@@ -894,6 +894,20 @@ def test_the_record_of_a_run_that_a_callback_ended_can_be_replayed(problem, devi
     same(trainer.params(again), trainer.params(state))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "text"),
+    [
+        ({"scaling": jaxche.SqrtScale()}, "is of a run with another scaling=: noise/.* use the scaling= that it was"),
+        ({"outer": optax.sgd(0.7, 0.9)}, "is of a run with another outer=: outer_state/.* use the outer= that it was"),
+    ],
+    ids=["scaling", "outer"],
+)
+def test_an_argument_that_a_checkpoint_was_not_made_with_is_named(saved, knobs, text):
+    _, run, *_ = saved
+    with pytest.raises(ValueError, match=text):
+        run(**knobs)
+
+
 def test_a_bucket_is_refused_with_what_to_give():
     with pytest.raises(ValueError, match=r"folder='gs://b/run' is not a folder of this system; mount"):
         jaxche.Checkpoints("gs://b/run")
