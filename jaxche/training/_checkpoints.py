@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
+
 from jaxche.cadence import ApplyPolicy, whole_number
 from jaxche.checkpoints import CheckpointReader, CheckpointWriter, MetricsLog, leaf_shapes, shared_folder
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
+from jaxche.replicas import without_replica_axis
 from jaxche.reports import Every, RoundInfo
-from jaxche.training._fingerprint import NONDETERMINISTIC
+from jaxche.training._fingerprint import NONDETERMINISTIC, update_digest
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
@@ -135,6 +139,7 @@ class CheckpointManager(Hook):
 
     def on_start(self, run: Run) -> None:
         """Restore the newest checkpoint, if it is of a later round than the state of the run."""
+        self._source["optimizer"] = _optimizer(self._trainer, run.state)
         if self._writer.is_open:  # this process was admitted, with the state of the others
             return
         restore = Restore(self._trainer, self._folder, self._source)
@@ -147,7 +152,15 @@ class CheckpointManager(Hook):
                 if run.is_done
                 else "training continues with this data",
             )
-        elif run.end.is_passed(run.state) and self._group.is_first:
+        if restore.is_of_other_optimizer and self._group.is_first:
+            _log.warning(
+                "checkpoints=%r was made with another tx, or other settings of it, such as its learning rate; %s",
+                str(self._folder),
+                "that run has ended, so nothing is trained now: give each run a folder of its own"
+                if run.is_done
+                else "training continues with this one",
+            )
+        if run.end.is_passed(run.state) and not restore.is_of_other_data and self._group.is_first:
             # A loop of fits that is started again counts each from here, and trains for longer.
             _log.warning(
                 "checkpoints=%r has epoch %s, step %s of a run, beyond the end of this fit: it trains nothing, and a "
@@ -273,15 +286,17 @@ class CheckpointManager(Hook):
 class Restore:
     """Continues a run from a folder of checkpoints.
 
-    ``is_of_other_data`` is whether the state that was restored was trained on other data.
+    ``is_of_other_data`` is whether the state that was restored was trained on other data, and ``is_of_other_optimizer``
+    whether it was trained with another optimizer, as far as that can be seen.
 
     Args:
       trainer: of the run.
       folder: with the checkpoints.
-      source: what a checkpoint must have been made with by name: ``batches`` and ``seed``, and by warning ``data``.
+      source: what a checkpoint must have been made with by name: ``batches`` and ``seed``, and by warning ``data`` and
+        ``optimizer``.
     """
 
-    is_of_other_data = False
+    is_of_other_data = is_of_other_optimizer = False
 
     def __init__(self, trainer: Rounds, folder: Path, source: Mapping[str, Any]):
         self._trainer, self._folder, self._source = trainer, folder, source
@@ -295,6 +310,9 @@ class Restore:
         meta, state_dict, rows = found.meta, self._state_dict(found.meta, state), self._rows(found.meta, state)
         data = {self._source["data"], meta["data"]}
         self.is_of_other_data = len(data) > 1 and NONDETERMINISTIC not in data
+        optimizers = self._source["optimizer"], meta.get("optimizer") or ["", ""]
+        (*here, own), (*there, other) = optimizers
+        self.is_of_other_optimizer = here == there and own != other
         if "residual" not in found.trees and any(map(_is_residual, meta["leaves"])):
             text = (
                 "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero"
@@ -341,6 +359,15 @@ class Restore:
             wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
         )
         return rows if same else {name: count for name, count in rows.items() if name != "residual"}
+
+
+def _optimizer(trainer: Rounds, state: TrainerState) -> list[str]:
+    """The versions that trace the optimizer, and a digest of its program; empty with stages, which have several."""
+    settings = trainer._settings
+    if settings.staged:
+        return ["", ""]
+    params = without_replica_axis(state.local_states[0].params)
+    return [f"{jax.__version__} {optax.__version__}", update_digest(settings.tx, params)]
 
 
 def _is_residual(path: str) -> bool:

@@ -894,6 +894,22 @@ def test_the_record_of_a_run_that_a_callback_ended_can_be_replayed(problem, devi
     same(trainer.params(again), trainer.params(state))
 
 
+def test_another_learning_rate_is_told(problem, devices, tmp_path, caplog):
+    def run(rate, world=2, epochs=1):
+        trainer = jaxche.Trainer(problem.loss, optax.adam(rate), replicas=devices[:world])
+        return trainer.fit(trainer.init(problem.params), problem.data, epochs, progress=False, checkpoints=tmp_path)
+
+    told = "was made with another tx, or other settings of it, such as its learning rate; "
+    run(0.1)
+    run(0.1)
+    run(0.1, world=1, epochs=2)
+    assert told not in caplog.text
+    run(0.2, epochs=2)
+    assert told + "that run has ended, so nothing is trained now: give each run a folder of its own" in caplog.text
+    run(0.2, epochs=3)
+    assert told + "training continues with this one" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("knobs", "text"),
     [
