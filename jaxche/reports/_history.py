@@ -14,7 +14,7 @@ from jaxche.cadence import whole_number
 from jaxche.messages import aligned, html_table
 from jaxche.reports._advice import Advice, advise_from
 from jaxche.reports._plot import ROUNDS_DRAWN, draw
-from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, rounds_svg
+from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, plain, rounds_svg
 
 _log = logging.getLogger("jaxche")
 
@@ -122,7 +122,7 @@ class History(list[RoundInfo]):
           The text.
         """
         # Not asdict, which would copy every value and take twice as long as the rest.
-        text = "".join(json.dumps(info.to_dict()) + "\n" for info in self)
+        text = "".join(json.dumps(plain(vars(info))) + "\n" for info in self)
         if path is not None:
             Path(path).write_text(text, encoding="utf8")
         return text

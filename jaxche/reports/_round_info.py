@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
@@ -15,8 +15,7 @@ from jaxche.scaling import effective_replicas
 _VALUES_SHOWN = 4
 
 
-# With slots, because a history has all rounds of a run, under exact sync one for each update.
-@dataclass(frozen=True, repr=False, slots=True)
+@dataclass(frozen=True, repr=False)
 class RoundInfo:
     """One round, with equal values on all processes.
 
@@ -123,11 +122,7 @@ class RoundInfo:
 
     def __eq__(self, other: object) -> bool:
         """Whether all values are equal. NaN equals NaN, so a round equals its copy from a file or another process."""
-        return self.to_dict() == other.to_dict() if isinstance(other, RoundInfo) else NotImplemented
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every attribute by name, as JSON has it: nan is None, and infinities are text."""
-        return {one.name: plain(getattr(self, one.name)) for one in fields(self)}
+        return plain(vars(self)) == plain(vars(other)) if isinstance(other, RoundInfo) else NotImplemented
 
     @property
     def batches(self) -> int:
