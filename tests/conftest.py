@@ -58,9 +58,10 @@ def share_programs():
     JAX's cache reads and links it again for each of them. Programs belong to a client and its devices.
     """
     read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
-    missed = threading.local()  # the devices for which this thread compiles
+    missed = threading.local()  # the devices for which this thread compiles, or None
 
     def get(key, options, backend, devices, callbacks=()):
+        missed.devices = None
         if callbacks:  # which JAX from 0.12 on binds to the program
             return read(key, options, backend, devices, callbacks)
         place = backend, key, tuple(devices)
@@ -75,7 +76,8 @@ def share_programs():
         return _PROGRAMS[place]
 
     def put(key, name, program, backend, seconds):
-        _PROGRAMS[backend, key, missed.devices] = program, seconds
+        if missed.devices is not None:
+            _PROGRAMS[backend, key, missed.devices] = program, seconds
         write(key, name, program, backend, seconds)
 
     compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
