@@ -18,9 +18,8 @@ from jaxche.cadence import ApplyPolicy, whole_number
 from jaxche.checkpoints import CheckpointReader, CheckpointWriter, MetricsLog, leaf_shapes, shared_folder
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
-from jaxche.replicas import without_replica_axis
 from jaxche.reports import Every, RoundInfo
-from jaxche.training._fingerprint import NONDETERMINISTIC, update_digest
+from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
@@ -139,7 +138,11 @@ class CheckpointManager(Hook):
 
     def on_start(self, run: Run) -> None:
         """Restore the newest checkpoint, if it is of a later round than the state of the run."""
-        self._source["optimizer"] = _optimizer(self._trainer, run.state)
+        # With the versions that trace it.
+        self._source["optimizer"] = [
+            f"{jax.__version__} {optax.__version__}",
+            self._trainer._engine.tx_digest(run.state.local_states[0]),
+        ]
         if self._writer.is_open:  # this process was admitted, with the state of the others
             return
         restore = Restore(self._trainer, self._folder, self._source)
@@ -359,15 +362,6 @@ class Restore:
             wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
         )
         return rows if same else {name: count for name, count in rows.items() if name != "residual"}
-
-
-def _optimizer(trainer: Rounds, state: TrainerState) -> list[str]:
-    """The versions that trace the optimizer, and a digest of its program; empty with stages, which have several."""
-    settings = trainer._settings
-    if settings.staged:
-        return ["", ""]
-    params = without_replica_axis(state.local_states[0].params)
-    return [f"{jax.__version__} {optax.__version__}", update_digest(settings.tx, params)]
 
 
 def _is_residual(path: str) -> bool:

@@ -156,9 +156,7 @@ class PreparedEngine(Engine):
         if self._settings.joins_rows:
             check_rows(shapes[1][2:], batch_size(batch))
         if self._group.num_processes > 1:  # to trace tx for it takes a tenth of the first round
-            self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
-            if self._settings.outer is not None:
-                self._code["code of outer"] = update_digest(self._settings.outer, one[0])
+            self._code = {"code of loss_fn": digest(code)} | self._code_of_optimizers(local)
         self.columns = Columns.of(shapes[0], shapes[1][0])
         check_model_state(one[1], shapes[1][1])
         loss_weight = self.columns.weights[0]
@@ -256,6 +254,24 @@ class PreparedEngine(Engine):
         if self._digest is None or self._digest[0] is not reader:
             self._digest = (reader, data_digest(reader, len(data)))
         return self._digest[1]
+
+    _tx_digest: tuple[Any, str] | None = None
+
+    def tx_digest(self, local: LocalState) -> str:
+        """A digest of the update of ``tx`` with its settings, traced once for parameters of these shapes."""
+        shapes = without_replica_axis(local.params)
+        if self._tx_digest is None or self._tx_digest[0] != shapes:
+            self._tx_digest = (shapes, self._digest_of(self._settings.tx, shapes))
+        return self._tx_digest[1]
+
+    def _digest_of(self, tx: Any, shapes: Any) -> str:
+        return update_digest(tx, shapes)
+
+    def _code_of_optimizers(self, local: LocalState) -> dict[str, str]:
+        code, outer = {"code of tx": self.tx_digest(local)}, self._settings.outer
+        if outer is not None:
+            code["code of outer"] = self._digest_of(outer, without_replica_axis(local.params))
+        return code
 
     def _share_resources(self) -> None:
         """Exchange what the replicas of all processes need, because the rows of each follow from the memory of all."""

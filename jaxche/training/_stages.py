@@ -43,7 +43,7 @@ from jaxche.replicas import (
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params, largest_micro_batch
-from jaxche.training._fingerprint import digest, update_digest
+from jaxche.training._fingerprint import digest
 from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._preparation import PreparedEngine
 
@@ -400,13 +400,13 @@ class StagedEngine(PreparedEngine):
         placements: Any = self._placements
         model = placements[self.ranks[0]].model
         code = model.trace(one, batch)
-        self._code = {"code of stages": digest(code)}
-        for name, tx in (("tx", self._settings.tx), ("outer", self._settings.outer)):
-            if tx is not None:
-                self._code[f"code of {name}"] = digest([update_digest(tx, params) for params in one])
+        self._code = {"code of stages": digest(code)} | self._code_of_optimizers(local)
         self._rules = self._settings.rules(self._tx, None)
         self._set_merge(self._make_merge(local))
         return code.consts
+
+    def _digest_of(self, tx: Any, shapes: Any) -> str:
+        return digest([super(StagedEngine, self)._digest_of(tx, params) for params in shapes])
 
     def _check_trees(self, local: LocalState) -> None:
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):

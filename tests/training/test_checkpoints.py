@@ -30,7 +30,7 @@ from jaxche.checkpoints import MetricsLog, _writer
 from jaxche.checkpoints._metadata import FORMAT
 from jaxche.distributed import Group, PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training import _checkpoints
+from jaxche.training import _checkpoints, _preparation
 from jaxche.training._checkpoints import CheckpointManager
 from jaxche.training._plan import End
 
@@ -908,6 +908,16 @@ def test_another_learning_rate_is_told(problem, devices, tmp_path, caplog):
     assert told + "that run has ended, so nothing is trained now: give each run a folder of its own" in caplog.text
     run(0.2, epochs=3)
     assert told + "training continues with this one" in caplog.text
+
+
+def test_the_optimizer_is_traced_once_for_all_fits_of_a_trainer(problem, devices, tmp_path, monkeypatch):
+    traced = []
+    monkeypatch.setattr(_preparation, "update_digest", lambda tx, shapes: traced.append(tx) or "digest")
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    for name in "ab":
+        trainer.fit(state, problem.data, progress=False, checkpoints=tmp_path / name)
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(
