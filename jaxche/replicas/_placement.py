@@ -172,7 +172,7 @@ class DevicePlacement:
     """A replica on one device."""
 
     def __init__(self, device: Device):
-        self._device, self.compiler_options, self.makes_pieces = device, None, False
+        self.device, self.compiler_options, self.makes_pieces = device, None, False
         self.devices = np.array([[device]], dtype=object)
 
     def with_layout(self, params: Any) -> DevicePlacement:
@@ -204,13 +204,13 @@ class DevicePlacement:
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
         host = jax.tree.map(_without_axes, (params, model_state, opt_state))
-        return jax.jit(begin)(*jax.device_put(host, self._device))
+        return jax.jit(begin)(*jax.device_put(host, self.device))
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
         return trees
 
     def put_whole(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(jax.device_put(x, self._device) for x in arrays)
+        return tuple(jax.device_put(x, self.device) for x in arrays)
 
     def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [piece for (piece,) in pieces])
@@ -218,7 +218,7 @@ class DevicePlacement:
     def put(self, batch: Any) -> Any:
         # Passing NumPy arrays to the compiled call is several times faster than device_put.
         numpy = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch))
-        return batch if numpy else jax.device_put(batch, self._device)
+        return batch if numpy else jax.device_put(batch, self.device)
 
 
 def _without_axes(x: Any) -> Any:

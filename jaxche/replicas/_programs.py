@@ -14,9 +14,10 @@ import optax
 from jax import lax
 
 from jaxche.averaging import add_weighted, is_float, zero_sums
+from jaxche.replicas._compilation import Compilations
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._packing import Deferred, Packed, Packing
-from jaxche.replicas._placement import TREES, Placement, add_replica_axis, drop_replica_axis
+from jaxche.replicas._placement import TREES, DevicePlacement, Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, update_in_round
 from jaxche.replicas._table import Columns
@@ -218,6 +219,7 @@ class LocalPrograms:
         self._tx: Any = with_extra_args(tx)
         self._columns, self._scaling = columns, scaling
         self._average = average
+        self._compilations = Compilations()
         # keep_unused: the arguments also determine the device of the zeros.
         self._begin_program = jax.jit(self._begin, keep_unused=True)
         self._finish_program, self._finite = jax.jit(self._finish), jax.jit(self._zero_flag, keep_unused=True)
@@ -225,10 +227,10 @@ class LocalPrograms:
             self._one_step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
 
-    def on(self, placement: Placement) -> LocalPrograms:
-        """These programs on another device, without tracing the loss again; not for replicas on meshes."""
+    def on(self, placement: DevicePlacement) -> LocalPrograms:
+        """These programs on another device, neither traced nor compiled again; not for replicas on meshes."""
         other = copy.copy(self)
-        other._frozen = self._loss.put(placement)
+        other._placement, other._frozen = placement, self._loss.put(placement)
         return other
 
     def begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
@@ -251,15 +253,21 @@ class LocalPrograms:
         return made, carry
 
     def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
-        measuring, plain = self._step.lower(start, carry, batch, measures=True), None
+        measuring, plain = self._lower(start, carry, batch, measures=True), None
         if self._scaling is not None and not self._scaling.measures_every_step:
-            plain = self._step.lower(*_without_noise(start, carry), batch, measures=False)
+            plain = self._lower(*_without_noise(start, carry), batch, measures=False)
 
         def compiled() -> Steps:
-            step = measuring.compile()
-            return Steps(step, step if plain is None else partial(_plain_step, plain.compile()))
+            step = measuring()
+            return Steps(step, step if plain is None else partial(_plain_step, plain()))
 
         return compiled
+
+    def _lower(self, *args: Any, measures: bool) -> Callable[[], Any]:
+        traced = self._step.trace(*args, measures=measures)
+        if isinstance(self._placement, DevicePlacement):
+            return self._compilations.lower(traced, self._placement.device)
+        return traced.lower().compile
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
