@@ -332,10 +332,10 @@ class Replica:
             return 0.0
         return self._pace_ms * batch_size(batch) / self.batch_rows
 
-    def memory(self, local: LocalState) -> RoundMemory:
-        """Bytes that a round needs on a device, for the largest compiled batch."""
-        found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps, _ in self._executables.values())
-        return max(found, key=lambda memory: memory.fixed + memory.of_rows)
+    def memory(self, local: LocalState) -> tuple[RoundMemory, int]:
+        """Bytes that a round needs on a device, for the largest compiled batch, and the rows of that."""
+        found = ((round_memory(local, steps.measuring, _IN_FLIGHT), rows) for steps, rows in self._executables.values())
+        return max(found, key=lambda one: one[0].fixed + one[0].of_rows)
 
     def idle(self, local: LocalState) -> LocalResult:
         """The result of a round without steps."""

@@ -140,7 +140,7 @@ class Engine:
         self._row_limits: dict[int, float] = {}
         self._form: Any = None  # of the state that was last checked
         self._opt_states_differ: bool | None = None
-        self._cut: Any = None  # of the last round whose batches were joined
+        self._cut: Any = ()  # how the batches of the last round were joined and divided
         self.compile_ms = 0.0  # the longest compilation before a round
         self._pool = Threads(len(self.ranks), thread_name_prefix="jaxche-replica")
 
@@ -321,19 +321,20 @@ class Engine:
         return feeds
 
     def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> None:
-        """Compile for the last batch of an epoch, which may be smaller, and for new shares of rows.
+        """Compile for the last batch of an epoch, which may be smaller, for new shares of rows, and after them.
 
         An error here occurs again in the run, and becomes part of the result.
         """
         took_ms = 0.0
         plan, local_states = planned.plan, planned.state.local_states
-        cut = (plan.joined, plan.shares, plan.counts)
-        is_new, self._cut = bool(plan.shares) and cut != self._cut, cut
+        cut = (plan.joined, plan.shares, plan.counts) if plan.shares else ()
+        is_new, self._cut = cut != self._cut, cut
         for position in range(max((len(feed.steps) for feed in feeds), default=0)):
             batches = []
             for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
                 step = feed.steps[position] if position < len(feed.steps) else ()
-                if step and (is_new or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
+                is_first = is_new and (plan.shares or not position)
+                if step and (is_first or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
                         batches += [(replica, local, batch) for batch in feed.peek(position)]
             if not batches:

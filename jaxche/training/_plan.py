@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxche.cadence import (
+    TUNERS,
     ApplyPolicy,
     ElChe,
     RoundPlan,
@@ -366,6 +367,6 @@ def next_shares(
     if rules.policy_of(state) is not ApplyPolicy.SYNC:
         joined = shares.fewest_joined(batch_size, unit) if choice is None else choice.joined
         # Tuners that choose no length of a round take whole batches.
-        if not joined or not che.round_ms or shares.shapes_differ:
+        if not joined or not TUNERS[che.tuner].chooses_round_ms or shares.shapes_differ:
             return replace(state, row_shares=shares.without())
     return replace(state, row_shares=shares.split(joined, batch_size, unit, max_rows))

@@ -14,7 +14,7 @@ import optax
 
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
-from jaxche.data import SequenceReader, is_stream
+from jaxche.data import SequenceReader, is_stream, join_pieces
 from jaxche.replicas import (
     HOST_COLUMNS,
     Begin,
@@ -117,13 +117,14 @@ class PreparedEngine(Engine):
                 data_seen = self.data_digest(data) if self._group.num_processes > 1 else ""
                 batch = self._measured(self.reader(data), plan)
                 constants = self._build(local_states[0], batch, self.batch_size)
+                first = [self._first_step(rank, plan, batch) for rank in self.ranks]
                 clock = time.perf_counter()
-                self.compile([(*one, batch) for one in zip(self._replicas, local_states, strict=True)])
+                self.compile(list(zip(self._replicas, local_states, first, strict=True)))
                 self.compile_ms = (time.perf_counter() - clock) * 1e3
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
             with self._group.errors_everywhere(self.ranks[0], _PLACE):
-                for replica, local in zip(self._replicas, local_states, strict=True):
-                    replica.warm_up(local, batch)
+                for replica, local, own in zip(self._replicas, local_states, first, strict=True):
+                    replica.warm_up(local, own)
             seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
@@ -140,6 +141,12 @@ class PreparedEngine(Engine):
         for group in self._local_groups:  # compile before any clock starts
             carries = [self._replicas[place].begin(local_states[place], 0)[1] for place in group]
             merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
+
+    def _first_step(self, rank: int, plan: RoundPlan, batch: Any) -> Any:
+        """A batch with the rows of the first step of a rank; a whole one if it has none, or a pace is to be checked."""
+        steps = plan.steps(rank) if plan.shares and not any(self._settings.paces) else ()
+        joined = [found for step in steps[:1] for found, _ in join_pieces(step, lambda key: batch, divides=True)]
+        return joined[0] if joined else batch
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
         self._merge(*self._nothing_to_merge(local_states))
@@ -283,7 +290,7 @@ class PreparedEngine(Engine):
         """For each local replica its rank, the bytes that a round needs, and its largest step in rows."""
         found = []
         for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
-            memory = replica.memory(local)
-            rows = min(row_limit(self.batch_size, memory, replica.placement), MOST_ROWS)
-            found.append((self.order[rank], memory.by_purpose, rows))
+            memory, rows = replica.memory(local)
+            most = min(row_limit(rows, memory, replica.placement), MOST_ROWS)
+            found.append((self.order[rank], memory.by_purpose, most))
         return found

@@ -438,8 +438,12 @@ def test_local_steps_on_batches_of_unlike_shapes_make_an_update_for_each(devices
     again, _ = one.replay(one.init(BUCKETS), data, history)
     same(one.params(again), one.params(state))
     local = [info for info in history if info.policy != "sync"]
-    if local:  # the first of them may be divided, and then they take whole batches
-        assert sum(bool(info.shares) for info in local) == 1
+    if local:  # until a step of them is divided; then they take whole batches
+        shared = [place for place, info in enumerate(local) if info.shares]
+        assert len(shared) == 1 + (
+            options["policy"] == "auto"
+        )  # its first round is one step, here on rows of one shape
+        assert shared[-1] - shared[0] == len(shared) - 1
         assert not local[-1].shares
 
 
@@ -491,3 +495,31 @@ def test_no_two_batches_of_a_round_have_one_random_key_where_steps_are_divided_b
             assert len(set(keys)) == len(keys)
             divided += len(keys) > sum(info.counts)
     assert divided
+
+
+def test_only_the_rows_that_a_replica_takes_are_compiled_for(make_problem, devices, monkeypatch):
+    """No step on a whole batch, which no replica takes; the memory of its first step tells the rows that fit."""
+    limits = []
+    monkeypatch.setattr("jaxche.training._preparation.row_limit", lambda rows, *_: limits.append(rows) or 1e9)
+    problem = make_problem(examples=16 * 8, batch_size=16)
+    one = trainer(problem, devices, joined_batches=1)
+    state, info = one.round(one.init(problem.params), problem.data)
+    assert info.rows == (4, 4, 4, 4)
+    assert one.compilations == 4
+    assert limits == [4] * 4
+    at_start, run = [], one._engine.run
+    monkeypatch.setattr(one._engine, "run", lambda *args: at_start.append(one.compilations) or run(*args))
+    state, info = one.round(state, problem.data, counts=(1, 1, 1, 1))  # whole batches after all
+    assert info.rows == (16, 16, 16, 16)
+    assert at_start == [8]
+    one.round(state, problem.data, counts=(1, 1, 1, 1))
+    assert at_start == [8, 8]
+
+
+def test_a_pace_is_checked_on_whole_batches(make_problem, devices):
+    problem = make_problem(examples=16 * 8, batch_size=16)
+    paced = jaxche.Trainer(
+        problem.loss, optax.sgd(0.1), policy="sync", joined_batches=1, replicas=devices[:2], pace_ms=(50, 1e-3)
+    )
+    with pytest.raises(jaxche.training.PaceError, match=r"rank 1 is 0.001 ms"):
+        paced.round(paced.init(problem.params), problem.data)
