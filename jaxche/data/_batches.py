@@ -22,7 +22,7 @@ import numpy as np
 from jaxche.cadence import Piece, RoundPlan, whole_number
 from jaxche.data._checks import is_nondeterministic, refuse_other_length
 from jaxche.messages import brief, short_traceback
-from jaxche.sharding import batch_size
+from jaxche.sharding import batch_size, without_axes
 
 
 def checked_length(data: Any) -> int:
@@ -84,8 +84,9 @@ def checked_length(data: Any) -> int:
 
 def reading(sequence: Any) -> Callable[[int], Any]:
     """A function that reads a batch; it copies the arrays of sources that may read the next batch into them."""
-    if type(sequence) in (Batches, list, tuple):
+    if type(sequence) is Batches:
         return sequence.__getitem__
+    may_reuse = type(sequence) not in (list, tuple)
 
     def read(index: int) -> Any:
         try:
@@ -95,7 +96,9 @@ def reading(sequence: Any) -> Callable[[int], Any]:
                 f"data[{index}] raised StopIteration; if it returns the next batch of an iterator, read all first: "
                 "data = list(iterator), or pass the iterator itself"
             ) from error
-        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
+        return jax.tree.map(
+            lambda x: np.array(x) if may_reuse and isinstance(x, np.ndarray) else without_axes(x), batch
+        )
 
     return read
 

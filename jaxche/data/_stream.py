@@ -15,7 +15,7 @@ from jaxche.cadence import whole_number
 from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
 from jaxche.messages import brief
-from jaxche.sharding import batch_size, check_numbers
+from jaxche.sharding import batch_size, check_numbers, without_axes
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
 # keys of different epochs, whose numbers are taken modulo 2**32, are far apart.
@@ -234,7 +234,7 @@ def _array(path: Any, x: Any) -> Any:
     if hasattr(x, "__dataclass_fields__"):  # of a dataclass that JAX knows, the fields are leaves
         check_numbers(x)
     if isinstance(x, jax.Array | np.ma.MaskedArray):  # np.asarray would lose the mask; the batch is refused by it
-        return x
+        return without_axes(x)
     x = x.detach().cpu() if hasattr(x, "detach") else x  # a torch tensor
     if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not have
         return jnp.from_dlpack(x)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import Weighted
@@ -30,6 +30,7 @@ from jaxche.sharding import (
     mean_of,
     sharded_update,
     value_and_grad,
+    without_axes,
 )
 
 _log = logging.getLogger("jaxche")
@@ -203,14 +204,14 @@ class DevicePlacement:
         return trees
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-        host = jax.tree.map(_without_axes, (params, model_state, opt_state))
+        host = jax.tree.map(lambda x: without_axes(jnp.asarray(x)), (params, model_state, opt_state))
         return jax.jit(begin)(*jax.device_put(host, self.device))
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
         return trees
 
     def put_whole(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(jax.device_put(x, self.device) for x in arrays)
+        return tuple(jax.device_put(without_axes(x), self.device) for x in arrays)
 
     def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [piece for (piece,) in pieces])
@@ -219,13 +220,6 @@ class DevicePlacement:
         # Passing NumPy arrays to the compiled call is several times faster than device_put.
         numpy = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch))
         return batch if numpy else jax.device_put(batch, self.device)
-
-
-def _without_axes(x: Any) -> Any:
-    """An array without explicit axes of a mesh, which its type keeps when ``device_put`` moves it to one device."""
-    x = jnp.asarray(x)
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(x) if not is_key and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types else x
 
 
 class ShardedPlacement:

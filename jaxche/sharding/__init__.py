@@ -16,6 +16,7 @@ from jaxche.sharding._devices import RemoteDevice, devices
 from jaxche.sharding._devices import is_private as is_private
 from jaxche.sharding._devices import local_devices as local_devices
 from jaxche.sharding._devices import set_devices as set_devices
+from jaxche.sharding._devices import without_axes as without_axes
 from jaxche.sharding._explain import Explanation
 from jaxche.sharding._explain import as_bytes as as_bytes
 from jaxche.sharding._explain import nbytes as nbytes

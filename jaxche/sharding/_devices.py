@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
 
 from jaxche.sharding._strategy import Device
 
@@ -74,3 +78,12 @@ def set_devices(everywhere: Sequence[Device]) -> None:
     _devices_of_run().clear()
     if any(private.values()):
         _devices_of_run().update(private)
+
+
+def without_axes(x: Any) -> Any:
+    """An array without explicit axes of a mesh, which its type keeps when ``device_put`` moves it to one device."""
+    if not isinstance(x, jax.Array) or AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+    return np.asarray(x)

@@ -318,3 +318,30 @@ def test_a_grain_pipeline_is_data(devices):
     assert sum(info.examples for info in history) == 20 * 40
     np.testing.assert_allclose(trainer.params(state), np.full(3, 0.5), atol=0.05)
     assert jax.tree.leaves(state.params)[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "of", [list, tuple, iter, lambda batches: dict(enumerate(batches))], ids=lambda of: of.__name__
+)
+def test_batches_on_a_mesh_with_explicit_axes_are_those_of_their_values(devices, of):
+    on_mesh = jax.sharding.NamedSharding(
+        jax.make_mesh((2,), ("data",), devices=devices[:2]), jax.sharding.PartitionSpec("data")
+    )
+    rows = np.random.default_rng(0).normal(size=(4, 6, 3)).astype(np.float32)
+    trainer = jaxche.Trainer(
+        lambda w, batch: jnp.mean((batch["x"] @ w - 1) ** 2),
+        optax.sgd(0.1),
+        replicas=devices[:2],
+        policy="sync",
+        rows="equal",
+    )
+
+    def end(batches):
+        state, _ = trainer.fit(trainer.init(jnp.zeros(3)), of(batches), progress=False)
+        return np.asarray(trainer.params(state)), trainer.evaluate(state, of(batches))
+
+    (placed, placed_loss), (own, own_loss) = (
+        end([{"x": put(x)} for x in rows]) for put in (lambda x: jax.device_put(x, on_mesh), np.array)
+    )
+    np.testing.assert_array_equal(placed, own)
+    assert placed_loss == own_loss

@@ -424,6 +424,24 @@ def test_arrays_of_a_mesh_with_explicit_axes_start_a_run(devices, spec):
     chex.assert_trees_all_equal(*(trainer.model_state(state)["mean"] for state in ends))
 
 
+def test_frozen_arrays_of_a_mesh_with_explicit_axes_are_those_of_their_values(devices):
+    _, params, data = make_problem()
+    on_mesh = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",), devices=devices[:2]), P())
+    offset, key = np.float32([0.5]), jax.random.key(0)
+
+    def loss_fn(params, batch, offset, key):
+        noise = jax.random.normal(key)
+        return sum(jnp.sum((x - offset - noise) ** 2) for x in params.values()) + 0 * jnp.sum(batch["x"])
+
+    def end(**frozen):
+        loss = jax.tree_util.Partial(loss_fn, **frozen)
+        trainer = jaxche.Trainer(loss, optax.adam(1e-2), replicas=devices[:2], policy="sync", rows="equal")
+        return trainer.params(trainer.fit(trainer.init(params), data, max_steps=4, progress=False)[0])
+
+    placed = end(offset=jax.device_put(offset, on_mesh), key=jax.device_put(key, on_mesh))
+    chex.assert_trees_all_equal(placed, end(offset=offset, key=key))
+
+
 def test_every_tree_of_a_replica_says_how_it_lies_on_devices():
     fields = {*LocalState._fields, *Constants._fields, *Carry._fields}
     assert fields == TREES.keys(), "TREES in replicas/_placement.py has a line for each field of these classes"
