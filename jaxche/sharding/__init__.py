@@ -3,6 +3,7 @@
 from jaxche.sharding._checks import batch_size as batch_size
 from jaxche.sharding._checks import check_numbers as check_numbers
 from jaxche.sharding._checks import check_params as check_params
+from jaxche.sharding._checks import check_range as check_range
 from jaxche.sharding._checks import check_strategy as check_strategy
 from jaxche.sharding._checks import check_transform as check_transform
 from jaxche.sharding._checks import check_update as check_update

@@ -280,6 +280,21 @@ def check_numbers(batch: Any) -> None:
             raise ValueError(f"{f'{jax.tree_util.keystr(path)} of ' if path else ''}a batch is {problem}")
 
 
+def check_range(batch: Any) -> None:
+    """ValueError for integers of NumPy beyond the type that JAX makes of theirs, in which they would be others."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
+            continue
+        taken = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        for number in (leaf.min(), leaf.max()) if taken != leaf.dtype else ():
+            if int(number) != int(number.astype(taken)):
+                raise ValueError(
+                    f"{jax.tree_util.keystr(path) or 'the array'} of a batch has {number}, which becomes "
+                    f"{number.astype(taken)} in {taken}, the {leaf.dtype} of JAX; write "
+                    'jax.config.update("jax_enable_x64", True), smaller numbers, or leave it out of the batch'
+                )
+
+
 def _refuse_model(params: Any, init: str) -> None:
     kind = flax_kind(params)
     if kind == "nnx":

@@ -281,3 +281,41 @@ def test_a_number_that_is_not_finite_is_found_in_every_type(dtype):
     assert _equal(x, x.copy())
     assert _close(x, x.copy())
     assert not _close(x, np.zeros((4, 2), dtype))
+
+
+ROWS = np.random.default_rng(0).normal(size=(4, 6, 3)).astype(np.float32)
+INTEGERS = {
+    "int64": (np.full(6, 2**40 + 5), r"\['n'\] of a batch has 1099511627781, which becomes 5 in int32"),
+    "negative": (np.arange(6) - 2**31 - 1, "-2147483649, which becomes 2147483647 in int32"),
+    "uint64": (np.full(6, 2**32, np.uint64), "4294967296, which becomes 0 in uint32, the uint64 of JAX; write"),
+}
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_that_jax_would_cut_are_refused_before_the_first_step(devices, name, policy):
+    numbers, message = INTEGERS[name]
+    trainer = jaxche.Trainer(
+        lambda w, batch: jnp.mean((batch["x"] @ w) ** 2), optax.sgd(0.1), policy=policy, replicas=devices[:2]
+    )
+    state = trainer.init(jnp.ones(3))
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(state, [{"x": x, "n": numbers} for x in ROWS], progress=False)
+
+
+def test_integers_that_fit_are_taken_as_they_are(devices):
+    ends = {"small": np.full(6, -(2**31)), "large": np.full(6, 2**32 - 1, np.uint64), "none": np.zeros((6, 0), int)}
+
+    def end(batches):
+        trainer = jaxche.Trainer(
+            lambda w, batch: (jnp.mean((batch["x"] @ w) ** 2), {"n": batch["small"].astype(float).mean()}),
+            optax.sgd(0.1),
+            policy="sync",
+            replicas=devices[:2],
+        )
+        _, history = trainer.fit(trainer.init(jnp.ones(3)), batches, progress=False)
+        return history[-1].metrics["n"]
+
+    assert end([{"x": x, **ends} for x in ROWS]) == -(2**31)
+    with jax.enable_x64(True):
+        assert end([{"x": x, "small": np.full(6, 2**40)} for x in ROWS]) == 2**40
