@@ -215,16 +215,18 @@ class LocalPrograms:
         self._packings = dict(packed)
         self._grads_packing = self._packings.pop("grads", None)
         self._objective = placement.value_and_grad(loss.with_arrays)
-        self._frozen = loss.put(placement)
         self._tx: Any = with_extra_args(tx)
         self._columns, self._scaling = columns, scaling
         self._average = average
-        self._compilations = Compilations()
+        # The programs are of a copy without them: they and the arrays on the devices end with their last user then, and
+        # not when Python next looks for cycles, which knows nothing of the memory of devices.
+        traced = copy.copy(self)
+        self._compilations, self._frozen = Compilations(), loss.put(placement)
         # keep_unused: the arguments also determine the device of the zeros.
-        self._begin_program = jax.jit(self._begin, keep_unused=True)
-        self._finish_program, self._finite = jax.jit(self._finish), jax.jit(self._zero_flag, keep_unused=True)
+        self._begin_program = jax.jit(traced._begin, keep_unused=True)
+        self._finish_program, self._finite = jax.jit(traced._finish), jax.jit(traced._zero_flag, keep_unused=True)
         self._step = jax.jit(
-            self._one_step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
+            traced._one_step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
 
     def on(self, placement: DevicePlacement) -> LocalPrograms:

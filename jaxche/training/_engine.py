@@ -126,7 +126,8 @@ class Engine:
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
         self._rules: MergeRules | None = None
-        self._starts: dict[int, Begin] = {}  # by the number of ranks; JAX compiles each of these functions once
+        # By the number of ranks, and by what is coded; JAX compiles each of these functions once.
+        self._starts: dict[tuple[int, tuple[bool, ...]], Begin] = {}
         self._shapes: Any = None
         self._coded: Sequence[bool] = ()  # whether a merge sends each array of the optimizer's state as codes
         self._replica_mesh: Any = None

@@ -62,17 +62,18 @@ class PreparedEngine(Engine):
         if is_maker(params) and not self._placements[0].makes_pieces:
             params = params()  # once, so that all replicas get the same numbers
         self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
-        start = self._starts.setdefault(self.world_size, self._start(self.world_size))
+        settings = self.world_size, tuple(self._coded)
+        start = self._starts.setdefault(settings, self._start(*settings))
         return tuple(
             LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
         )
 
-    def _start(self, world_size: int) -> Begin:
-        """The function that makes the trees of a local state."""
-        settings, is_sharded = self._settings, self._placements[0].makes_pieces
+    def _start(self, world_size: int, coded: Sequence[bool]) -> Begin:
+        """The function that makes the trees of a local state; the engine, which it would keep alive, is not in it."""
+        settings, is_sharded, own_tx = self._settings, self._placements[0].makes_pieces, self._tx
 
         def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-            tx = self._tx
+            tx = own_tx
             if (given := opt_state) is not None:
                 tx = optax.GradientTransformation(lambda params: given, settings.tx.update)
                 tx = tx if settings.scaling is None else settings.scaling.transform(tx)
@@ -81,7 +82,8 @@ class PreparedEngine(Engine):
             opt_state = jax.tree.map(jnp.asarray, tx.init(params))  # it may have Python's numbers
             local = LocalState(params, opt_state, model_state, outer_state, **scaled)
             if settings.wire != "float32":  # "auto" may take codes later
-                residual = zero_residual(params, self._coded_moments(local), world_size, is_sharded)
+                moments = list(itertools.compress(jax.tree.leaves(opt_state), coded))
+                residual = zero_residual(params, moments, world_size, is_sharded)
                 local = local._replace(residual=residual)
             return add_replica_axis(local)._asdict()
 

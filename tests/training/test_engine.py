@@ -1,5 +1,6 @@
 """Local replicas side by side."""
 
+import gc
 import threading
 
 import jax
@@ -196,3 +197,30 @@ def test_ranks_are_connected_without_a_merge(replicas, problem, devices, monkeyp
     assert engine.sent_bytes > 0
     _, info = trainer.round(state, data)
     assert np.isfinite(info.loss)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "sync"}, {"wire": "int8", "policy": "cadence"}, {"scaling": jaxche.AdamScale()}], ids=str
+)
+def test_a_trainer_that_is_not_used_any_more_leaves_no_arrays_on_devices(devices, options):
+    rows, before = np.ones((8, 3), np.float32), set(threading.enumerate())
+
+    def train():
+        loss = jax.tree_util.Partial(
+            lambda w, batch, frozen: jnp.mean((batch @ w + frozen.sum()) ** 2), frozen=np.ones((7, 11), np.float32)
+        )
+        trainer = jaxche.Trainer(loss, optax.adam(0.1), replicas=devices[:2], **options)
+        trainer.fit(trainer.init(jnp.ones(3)), [rows] * 4, validation=[rows], progress=False)
+        assert any(x.shape == (7, 11) for x in jax.live_arrays())
+
+    gc.collect()
+    gc.disable()  # which would find cycles at some time
+    try:
+        train()
+        own = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("jaxche")]
+        for thread in own:
+            thread.join(10)  # it may hold its last task for a moment
+        assert not [x for x in jax.live_arrays() if x.shape == (7, 11)]
+        assert not any(thread.is_alive() for thread in own)
+    finally:
+        gc.enable()
