@@ -134,12 +134,13 @@ jax.debug.visualize_array_sharding(state.params["blocks"][0]["up"])
 # ## Islands
 #
 # Two nodes of different speeds: inside a node parameters and optimizer state are sharded, and its devices take every step
-# together. The nodes train at their own speeds, and one weighted mean merges them, slice by slice. Here one node is paced to
-# 150 ms a step and the other to 375 ms.
+# together. The nodes train at their own speeds, and one weighted mean merges them, slice by slice. Here one node takes 150 ms
+# a step and the other 375 ms, on the clock of a virtual fleet.
 
 # %%
 islands = [jaxche.FullShard().mesh(devices[:4]), jaxche.FullShard().mesh(devices[4:])]
-trainer = jaxche.Trainer(loss_fn, tx, replicas=islands, strategy=jaxche.FullShard(), pace_ms=(150, 375))
+fleet = jaxche.VirtualFleet([150.0, 375.0], sync_ms=10.0)
+trainer = jaxche.Trainer(loss_fn, tx, replicas=islands, strategy=jaxche.FullShard(), fleet=fleet)
 state, history = trainer.fit(trainer.init(lambda: init(jax.random.key(0))), data, epochs=3, progress=False)
 print(f"efficiency {history.efficiency:.0%}, counts of the last whole round {history[-2].counts}")
 history.plot()
