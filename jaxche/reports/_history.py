@@ -15,6 +15,7 @@ from jaxche.messages import aligned, html_table
 from jaxche.reports._advice import Advice, advise_from
 from jaxche.reports._plot import ROUNDS_DRAWN, draw
 from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, plain, rounds_svg
+from jaxche.reports._round_list import RoundList
 
 _log = logging.getLogger("jaxche")
 
@@ -23,10 +24,13 @@ _TYPES = {field.name: str(field.type) for field in fields(RoundInfo)}
 _REQUIRED = {field.name for field in fields(RoundInfo) if field.default is MISSING and field.default_factory is MISSING}
 
 
-class History(list[RoundInfo]):
+class History(RoundList):
     """The rounds of a run: a list of :class:`RoundInfo` with tables, plots and files.
 
     A slice is a history too, and so is a sum: ``history[:20].plot()`` draws the first rounds.
+
+    All but the last 10,000 rounds are kept packed, and reading one makes a copy. To change such a round, put another in
+    its place: ``history[0] = dataclasses.replace(history[0], policy="mine")``.
 
     Args:
       rounds: the rounds, in order.
@@ -61,7 +65,8 @@ class History(list[RoundInfo]):
     @property
     def last_ranks(self) -> History:
         """The rounds since the last change of the number of ranks in an elastic run, else all rounds."""
-        changed = [i for i, info in enumerate(self) if len(info.counts) != len(self[-1].counts)]
+        world = len(self[-1].counts) if self else 0
+        changed = [i for i, info in enumerate(self) if len(info.counts) != world]
         return self[changed[-1] + 1 :] if changed else self
 
     @property
@@ -76,21 +81,7 @@ class History(list[RoundInfo]):
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each round, e.g. for ``pandas.DataFrame``; nan where a round has no such number."""
-        keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
-        if self.scaled:
-            keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
-        measured = dict.fromkeys(name for info in self for name in info.metrics)
-        evaluated = dict.fromkeys(name for info in self for name in info.validation)
-        rows = [
-            {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} for info in self
-        ]
-        # A metric may have the name of another column.
-        return [
-            row
-            | {f"metric {name}" if name in row else name: info.metrics.get(name, math.nan) for name in measured}
-            | {f"validation_{name}": info.validation.get(name, math.nan) for name in evaluated}
-            for row, info in zip(rows, self, strict=True)
-        ]
+        return _rows(self, self)
 
     def table(self, rows: int = 10) -> str:
         """The last rounds as text.
@@ -229,10 +220,30 @@ def warn_of_damage(name: str, record: ReadRecord) -> None:
         _log.warning("%s: %s left out of the record (the first is line %s)", name, lines, record.damaged[0])
 
 
+def _rows(history: History, rounds: Iterable[RoundInfo]) -> list[dict[str, Any]]:
+    """The rows of some of the rounds, with the columns of all."""
+    keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
+    scaled, measured, evaluated = False, dict[str, None](), dict[str, None]()
+    for info in history:
+        scaled = scaled or is_scaled([info])
+        measured |= dict.fromkeys(info.metrics)
+        evaluated |= dict.fromkeys(info.validation)
+    if scaled:
+        keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
+    found = []
+    for info in rounds:
+        row = {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms}
+        # A metric may have the name of another column.
+        row |= {f"metric {name}" if name in row else name: info.metrics.get(name, math.nan) for name in measured}
+        row |= {f"validation_{name}": info.validation.get(name, math.nan) for name in evaluated}
+        found.append(row)
+    return found
+
+
 def text_rows(history: History, last: int) -> list[list[str]]:
     """The titles and the last rows of a history as text."""
-    rows = history.rows()
-    return [list(rows[0]), *([_text(value, key) for key, value in row.items()] for row in rows[-last:])]
+    rows = _rows(history, history[-last:])
+    return [list(rows[0]), *([_text(value, key) for key, value in row.items()] for row in rows)]
 
 
 def _text(value: Any, key: str) -> str:

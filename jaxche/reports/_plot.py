@@ -21,6 +21,7 @@ def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
     """A figure of these rounds, without panels that have no data."""
     if not rounds:
         raise ValueError("the history has no rounds; train first: state, history = trainer.fit(state, data)")
+    rounds = list(rounds)  # read once
     run = _Run(rounds, memory)
     world = len(rounds[0].counts)
     rows: list[tuple[list[str], float]] = []

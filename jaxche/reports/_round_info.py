@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,17 +206,18 @@ def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:
     return lanes([Lane(f"rank {r}", row) for r, row in zip(shown, bars, strict=True)], "ms", caption + part + some)
 
 
-def efficiency_of(rounds: Sequence[RoundInfo]) -> float:
+def efficiency_of(rounds: Iterable[RoundInfo]) -> float:
     """Number of batches relative to a run of the same duration without waits and merges."""
-    done = [info.rows if info.shares else info.counts for info in rounds]
-    possible = sum(
-        info.period_ms
-        * sum(n / wall for n, wall in zip(own, info.wall_ms, strict=True) if wall > 0)
-        * info.batches
-        / sum(own)
-        for own, info in zip(done, rounds, strict=True)
-    )
-    return sum(info.batches for info in rounds) / possible if possible else 1.0
+    pairs = [(info.batches, _possible_batches(info)) for info in rounds]
+    possible = sum(number for _, number in pairs)
+    return sum(batches for batches, _ in pairs) / possible if possible else 1.0
+
+
+def _possible_batches(info: RoundInfo) -> float:
+    """The batches that the replicas would have done in the time of a round without waits and merges."""
+    done = info.rows if info.shares else info.counts
+    rate = sum(n / wall for n, wall in zip(done, info.wall_ms, strict=True) if wall > 0)
+    return info.period_ms * rate * info.batches / sum(done)
 
 
 def is_scaled(rounds: Sequence[RoundInfo]) -> bool:
