@@ -28,7 +28,8 @@ class RoundInfo:
       weights: merge weight of each replica (with averaged gradients its share of the examples).
       wall_ms: duration of the steps of each replica.
       sync_ms: cost of the merge, without the wait for the slowest replica; with ``groups=``, of all merges.
-      loss: mean loss over the examples of the round; nan, as a metric, if all its weights in the round are 0.
+      loss: mean loss over the examples of the round, or by the weights of a :class:`~jaxche.Weighted`; nan, as
+        a metric, if all its weights in the round are 0.
       metrics: means of the metrics of the loss function over the examples of the round.
       drift: weighted root-mean-square distance of the replicas from their mean, relative to the norm of the mean.
       drift_dir: the same distance relative to the merged progress; 0 if all replicas moved alike.
@@ -67,6 +68,7 @@ class RoundInfo:
       group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
       groups: with ``groups=``, the number of the group of each replica, -1 for a replica in none.
       group_ms: with ``groups=``, the part of ``sync_ms`` that merges within groups took.
+      loss_weight: weight of ``loss`` in a mean over rounds: the examples, or the sum of the weights of the loss.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -119,6 +121,7 @@ class RoundInfo:
     group_merges: int = 1
     group_ms: float = 0.0
     groups: tuple[int, ...] = ()
+    loss_weight: float = math.nan
 
     def __eq__(self, other: object) -> bool:
         """Whether all values are equal. NaN equals NaN, so a round equals its copy from a file or another process."""

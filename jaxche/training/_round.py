@@ -107,6 +107,7 @@ class RoundStatistics:
       weights: the weight of the loss of each replica, above 0 where there are examples.
       losses: mean loss of each replica, NaN without a step, or without weight.
       loss: mean loss over all replicas, NaN without weight.
+      loss_weight: the weight of the loss of all replicas.
       metrics: means of the metrics over all replicas, NaN without weight.
     """
 
@@ -135,6 +136,7 @@ class RoundStatistics:
         self.losses = tuple(_ratio(sums[:, 1], weights[0]).tolist())
         self.loss, *metrics = (float(_ratio(sums[:, 1 + i].sum(), one.sum())) for i, one in enumerate(weights))
         self.metrics = dict(zip(columns.metrics, metrics, strict=True))
+        self.loss_weight = float(weights[0].sum())
 
     def with_times(self, wall_ms: Sequence[float], group_ms: Sequence[float]) -> RoundStatistics:
         """The same statistics with other times."""
@@ -395,6 +397,7 @@ def _record(
         groups=planned.groups.numbers(len(counts)) if planned.groups.ranks else (),
         group_merges=planned.group_merges,
         group_ms=times.group_ms,
+        loss_weight=table.loss_weight,
         **merged.scaled._asdict(),
     )
 

@@ -78,6 +78,19 @@ def make(devices, replicas=3, **options):
     )
 
 
+def test_the_mean_loss_of_an_epoch_is_that_of_its_rounds_by_their_weights(devices):
+    """At a learning rate of 0, the mean over all tokens of the data, and over all examples without a ``Weighted``."""
+    one = make(devices, tx=optax.sgd(0.0), policy="sync", fleet=FLEET)
+    _, history = one.fit(one.init(PARAMS), DATA, progress=False)
+    rounds = [info for info in history if info.loss_weight]
+    found = np.average([info.loss for info in rounds], weights=[info.loss_weight for info in rounds])
+    assert found == pytest.approx(means(PARAMS, list(DATA))[0], rel=1e-5)
+    assert sum(info.loss_weight for info in history) == sum(batch["mask"].sum() for batch in DATA)
+    plain = make(devices, loss=lambda params, batch: jnp.mean(batch["x"] @ params), policy="sync", fleet=FLEET)
+    _, history = plain.fit(plain.init(PARAMS), DATA, progress=False)
+    assert [info.loss_weight for info in history] == [info.examples for info in history]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["equal", "speed"])
 def test_sync_equals_one_device_on_the_tokens_of_the_joined_batch(rows, devices, close):
