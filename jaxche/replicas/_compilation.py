@@ -40,8 +40,8 @@ class _Program:
     """A program of one device, from which those of other devices are made."""
 
     def __init__(self, lowered: Any, device: Device):
-        self._lowered, self._device, self._lock = lowered, device, threading.Lock()
-        self._compiled: Any = None
+        self._lowered, self._compiled = lowered, None
+        self._device, self._lock = device, threading.Lock()
         client = device.client
         self._is_cached = compilation_cache.is_cache_used(client) and compilation_cache._get_cache(client) is not None
         # A program that JAX has loaded from its cache cannot be saved again, and one that calls Python has pointers.
@@ -56,7 +56,7 @@ class _Program:
         """The program on its own device, compiled by the first thread that asks."""
         with self._lock:
             if self._compiled is None:
-                self._compiled = self._lowered.compile()
+                self._compiled, self._lowered = self._lowered.compile(), None  # its text may be large
             return self._compiled
 
     def on(self, device: Device) -> Any:

@@ -51,6 +51,10 @@ def test_whole_numbers_of_numpy_are_whole():
             lambda: checked_length((np.zeros((9, 2)), np.zeros(9))),
             r"of the shapes \(9, 2\), \(9,\), .* write jaxche.Batches\(\(x, y\), batch_size=32",
         ),
+        (
+            lambda: checked_length([np.zeros((9, 2), np.float32), np.zeros((9, 1), np.int32)]),
+            r"of the shapes \(9, 2\), \(9, 1\), .* write jaxche.Batches\(\(x, y\), batch_size=32",
+        ),
     ],
 )
 def test_bad_ones_are_named(call, named):
