@@ -40,7 +40,8 @@ class _Program:
     """A program of one device, from which those of other devices are made."""
 
     def __init__(self, lowered: Any, device: Device):
-        self._lowered, self._compiled = lowered, None
+        self._lowered: Any = lowered
+        self._compiled: Any = None
         self._device, self._lock = device, threading.Lock()
         client = device.client
         self._is_cached = compilation_cache.is_cache_used(client) and compilation_cache._get_cache(client) is not None
