@@ -33,6 +33,9 @@ _SCHEDULES = {
 # What accumulates gradients, by the class of the state: each replica has gathered its own number of them.
 _ACCUMULATORS = {"ApplyEvery": ("count", "grad_acc"), "MultiStepsState": ("mini_step", "acc_grads")}
 
+# Of threefry, and of the other generators.
+_KEY_WORDS = (2, 4)
+
 
 def counts_of(opt_state: Any) -> list[Any]:
     """The counts in an optimizer's state: its signed integer scalars, with or without a replica axis."""
@@ -131,6 +134,15 @@ def is_random_key(leaf: Any) -> bool:
     """Whether an array in an optimizer's state is a random key, typed or as unsigned integers."""
     dtype = getattr(leaf, "dtype", object)
     return any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.unsignedinteger))
+
+
+def are_keys(opt_state: Any) -> list[bool]:
+    """Whether each array of an optimizer's state is a random key, typed or as the words of one."""
+    return [
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        or (leaf.dtype == jnp.uint32 and leaf.ndim > 0 and leaf.shape[-1] in _KEY_WORDS)
+        for leaf in jax.tree.leaves(opt_state)
+    ]
 
 
 def _is_schedule(node: Any) -> bool:

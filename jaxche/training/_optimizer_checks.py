@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.messages import brief
-from jaxche.replicas import are_accumulators, stepped_params
+from jaxche.replicas import are_accumulators, are_keys, stepped_params
 from jaxche.scaling import ScaleLearningRateState
 from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
@@ -143,6 +143,15 @@ def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> 
             "optax.apply_every in tx has accumulated, and each replica has accumulated its own number of gradients; "
             "write opt_state='local'"
         )
+
+
+def shared_key(tx: Any, params: Any, average: str) -> str:
+    """The path of the first random key in the state of ``tx`` from which each replica draws; empty if there is none."""
+    if average != "parameters":  # one update for all replicas
+        return ""
+    state = jax.eval_shape(tx.init, params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
+    return next((path for path, is_key in zip(paths, are_keys(state), strict=True) if is_key), "")
 
 
 def check_line_search(tx: Any) -> None:

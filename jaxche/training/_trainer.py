@@ -64,7 +64,8 @@ class Trainer(Rounds):
         ``"auto"`` is the rule that measured best, ``"steps"``.
       opt_state: what a merge does with each replica's optimizer state: ``"average"`` (default, where parameters are
         averaged) takes the weighted mean of its moments and of their counts, ``"local"`` keeps it, ``"reset"``
-        initializes the moments again. Schedules continue in all three cases. With ``overlap=`` it is ``"local"``.
+        initializes the moments again. Schedules and random keys continue in all three cases. With
+        ``overlap=`` it is ``"local"``.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an *island*). ``"process"``: all
         devices of a process are one replica, whose step is one program, as of ``jit`` over a mesh, and cuts each batch

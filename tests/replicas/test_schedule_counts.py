@@ -294,6 +294,35 @@ def test_a_reset_forgets_moments_and_not_the_schedule(devices):
     assert np.asarray(schedule.count).tolist() == [5, 5]
 
 
+def draw_from_words(updates, key, params=None):
+    """The update of a transformation whose state is a random key as two words."""
+    key, own = jax.random.split(key)
+    return jax.tree.map(lambda x: x + jax.random.normal(own, x.shape), updates), key
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        optax.add_noise(1.0, 0.0, 0),
+        optax.GradientTransformation(lambda params: jax.random.PRNGKey(0), draw_from_words),
+    ],
+    ids=["typed", "words"],
+)
+def test_a_reset_does_not_draw_the_same_numbers_in_every_round(devices, noise):
+    tx = optax.chain(noise, optax.sgd(0.1))
+    trainer = jaxche.Trainer(lambda w, x: 0.0 * slope(w, x), tx, replicas=devices[:2], opt_state="reset")
+    state, places = start(trainer), [0.0]
+    for _ in range(3):
+        state, _ = trainer.round(state, DATA, counts=(2, 2))
+        places.append(float(trainer.params(state)))
+    one, opt_state, expected = jnp.zeros(()), tx.init(jnp.zeros(())), [0.0]
+    for step in range(6):
+        updates, opt_state = tx.update(jnp.zeros(()), opt_state)
+        one += updates
+        expected += [float(one)] * (step % 2)
+    assert places == pytest.approx(expected, abs=1e-6)
+
+
 def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices):
     trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2], opt_state="local")
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 5))

@@ -156,3 +156,34 @@ def test_a_state_with_numbers_of_python_is_trained_like_one_of_arrays(problem, d
         state, _ = trainer.fit(trainer.init(problem.params), problem.data, progress=False)
         found.append(trainer.params(state))
     same(*found)
+
+
+def draws_from_words():
+    """A transformation whose state is a random key as two words."""
+
+    def update(updates, key, params=None):
+        key, own = jax.random.split(key["rng_key"])
+        return jax.tree.map(lambda x: x + jax.random.normal(own, x.shape), updates), {"rng_key": key}
+
+    return optax.GradientTransformation(lambda _: {"rng_key": jax.random.PRNGKey(0)}, update)
+
+
+@pytest.mark.parametrize(
+    ("noise", "where"),
+    [(optax.add_noise(0.1, 0.5, 0), "opt_state[1].rng_key"), (draws_from_words(), "opt_state[1]['rng_key']")],
+    ids=["typed", "words"],
+)
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({}, True), ({"policy": "sync"}, False), ({"average": "gradients"}, False), ({"replicas": 1}, False)],
+    ids=str,
+)
+def test_a_random_key_that_replicas_share_is_logged(noise, where, options, warns, devices, caplog):
+    options = options | {"replicas": devices[: options.get("replicas", 2)]}
+    tx = optax.chain(optax.trace(0.9), noise, optax.sgd(0.1))
+    jaxche.Trainer(lambda p, b: p["w"].sum(), tx, **options).init(PARAMS)
+    assert (f"{where}, and all replicas start with the same" in caplog.text) == warns
+    assert ("write policy='sync'" in caplog.text) == warns
+    caplog.clear()
+    jaxche.Trainer(lambda p, b: p["w"].sum(), optax.adam(0.1), **options).init(PARAMS)
+    assert not caplog.records
