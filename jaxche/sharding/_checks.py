@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -75,11 +75,35 @@ def check_update(tx: Any, *trees: Any) -> None:
     def update(params: Any, value: Any) -> Any:
         return with_extra_args(tx).update(params, tx.init(params), params, value=value)
 
-    try:
-        for params in trees:
+    def error_of(params: Any) -> Exception | None:
+        try:
             jax.eval_shape(update, params, jax.ShapeDtypeStruct((), jnp.float32))
-    except Exception as error:
-        _refuse_update(error)
+        except Exception as error:
+            return error
+        return None
+
+    for params in trees:
+        if (error := error_of(params)) is not None:
+            _refuse_empty(params, error, error_of)
+            _refuse_update(error)
+
+
+def _refuse_empty(params: Any, error: Exception, error_of: Callable[[Any], Exception | None]) -> None:
+    """ValueError if an update fails on arrays without elements only, as optax.contrib.muon, which divides by sizes."""
+    empty = [(path, np.shape(leaf)) for path, leaf in jax.tree.leaves_with_path(params) if not np.size(leaf)]
+    if not empty or error_of(jax.tree.map(_with_elements, params)) is not None:
+        return
+    path, shape = empty[0]
+    raise ValueError(
+        f"params{jax.tree_util.keystr(path)} has no elements, its shape is {shape}, and tx fails on such an array: "
+        f"{type(error).__name__}: {error}; leave it out of params, or write "
+        "tx=optax.masked(tx, lambda params: jax.tree.map(lambda p: p.size > 0, params))"
+    ) from error
+
+
+def _with_elements(leaf: Any) -> Any:
+    """The shape of an array, with 1 in place of each 0."""
+    return jax.ShapeDtypeStruct(tuple(max(n, 1) for n in np.shape(leaf)), jnp.result_type(leaf))
 
 
 def _refuse_update(error: Exception) -> NoReturn:

@@ -187,3 +187,20 @@ def test_a_random_key_that_replicas_share_is_logged(noise, where, options, warns
     caplog.clear()
     jaxche.Trainer(lambda p, b: p["w"].sum(), optax.adam(0.1), **options).init(PARAMS)
     assert not caplog.records
+
+
+def test_a_parameter_without_elements_is_named_where_tx_fails_on_it(devices):
+    params = PARAMS | {"empty": np.zeros((0, 4), np.float32)}
+
+    def start(tx):
+        return jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:2]).init(params)
+
+    line = "tx=optax.masked(tx, lambda params: jax.tree.map(lambda p: p.size > 0, params))"
+    what = r"params\['empty'\] has no elements, its shape is \(0, 4\), .*ZeroDivisionError"
+    with pytest.raises(ValueError, match=what) as refused:
+        start(optax.contrib.muon(0.1))
+    assert str(refused.value).endswith(f"or write {line}")
+    start(eval(line.removeprefix("tx="), {"optax": optax, "jax": jax, "tx": optax.contrib.muon(0.1)}))
+    start(optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"tx makes no update .*opaque"):  # the array is not the cause
+        start(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
