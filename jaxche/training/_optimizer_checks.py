@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from jaxche.replicas import are_accumulators, are_keys, stepped_params
 from jaxche.scaling import ScaleLearningRateState
 from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
+
+_log = logging.getLogger("jaxche")
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
@@ -145,13 +149,19 @@ def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> 
         )
 
 
-def shared_key(tx: Any, params: Any, average: str) -> str:
-    """The path of the first random key in the state of ``tx`` from which each replica draws; empty if there is none."""
+def warn_of_shared_key(tx: Any, params: Any, average: str) -> None:
+    """Log that all replicas draw from one random key in the state of ``tx``."""
     if average != "parameters":  # one update for all replicas
-        return ""
+        return
     state = jax.eval_shape(tx.init, params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
-    return next((path for path, is_key in zip(paths, are_keys(state), strict=True) if is_key), "")
+    for path in itertools.islice(itertools.compress(paths, are_keys(state)), 1):
+        _log.warning(
+            "tx draws from a random key in its state, opt_state%s, and all replicas start with the same: those that "
+            "take equally many steps add the same noise, which a merge does not reduce. For one draw an update write "
+            "policy='sync'; for others on each replica draw in the loss, loss_fn(params, batch, rng)",
+            path,
+        )
 
 
 def check_line_search(tx: Any) -> None:

@@ -41,7 +41,7 @@ from jaxche.training._optimizer_checks import (
     check_state_params,
     check_trajectory,
     check_unscaled,
-    shared_key,
+    warn_of_shared_key,
 )
 from jaxche.training._plan import (
     ENDLESS,
@@ -145,7 +145,8 @@ class Rounds:
         check_accumulators(settings.groups, settings.opt_state, tx, shapes)
         if self.world_size > 1:
             check_metrics_of_model(settings.loss_fn)
-            self._warn_of_key(shared_key(tx, shapes, settings.average))
+            if self._group.is_first:
+                warn_of_shared_key(tx, shapes, settings.average)
         if model_state is not None and settings.staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if model_state is not None:
@@ -456,16 +457,6 @@ class Rounds:
             state = replace(state, row_shares=replace(state.row_shares, shapes_differ=True))
         compile_ms = table.prepare_ms if self._settings.fleet is None else 0.0
         return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows, compile_ms)
-
-    def _warn_of_key(self, where: str) -> None:
-        """Log that all replicas draw from one random key of the optimizer."""
-        if where and self._group.is_first:
-            _log.warning(
-                "tx draws from a random key in its state, opt_state%s, and all replicas start with the same: those "
-                "that take equally many steps add the same noise, which a merge does not reduce. For one draw an "
-                "update write policy='sync'; for others on each replica draw in the loss, loss_fn(params, batch, rng)",
-                where,
-            )
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
