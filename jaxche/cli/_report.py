@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def page(folder: Path) -> str:
     """The HTML page of a run."""
-    result = read_json(folder / "result.json") or {}
+    result = _read_result(folder / "result.json")
     histories = _histories(folder, list(result.get("results", ())))
     name = html.escape(folder.resolve().name)
     parts = [f"<h1>{name}</h1>", f"<p class=quiet>{html.escape(_described(result, histories))}</p>"]
@@ -97,6 +97,25 @@ def page(folder: Path) -> str:
         parts.append(f"<details><summary>how it was made</summary><pre>{text}</pre></details>")
     head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """The results of a run, empty without a file; ValueError for one of another form, e.g. of another program."""
+    result = read_json(path) or {}
+    try:
+        results = result.get("results", {})
+        if results.values():
+            _results(result)
+        for memory in (one.get("memory", ()) for one in results.values()):
+            for row in memory:
+                [row[name] / 2**20 for name in ("rank", "in all", *memory[0])]
+        " ".join(result.get("command", ()))
+    except (TypeError, AttributeError, LookupError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{path} has another form than that of jaxche train ({type(error).__name__}: {error}); write "
+            f"{shlex.join(['mv', str(path), f'{path}.other'])}, and jaxche report shows the rounds of history.jsonl"
+        ) from error
+    return result
 
 
 def _histories(folder: Path, policies: Sequence[str]) -> dict[str, jaxche.History]:

@@ -143,3 +143,32 @@ def test_names_are_escaped(tmp_path, history):
     assert "<title>a&amp;b &lt;script&gt;alert(1)&lt;</title>" in text
     assert "<th>a&amp;b &lt;script&gt;alert(1)&lt;</th>" in text
     assert page.tags.count("svg") == 2
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"results": None},
+        {"results": [1, 2]},
+        {"results": {"sync": 3}},
+        {"results": {"sync": {"loss": 0.5}}},
+        {"metric": "f1"},
+        {"command": 3},
+        result("sync")["results"]["sync"] | {"seconds": "2 s"},
+        result("sync")["results"]["sync"] | {"rates": []},
+        result("sync")["results"]["sync"] | {"memory": [{"bytes": 3}]},
+    ],
+    ids=str,
+)
+def test_a_result_of_another_form_is_refused_with_the_line_to_write(told, tmp_path, capsys, history):
+    history().to_json(tmp_path / "history.jsonl")
+    told = {"results": {"sync": told}} if "policy" in told else told
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result("sync") | told))
+    assert main(["report", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert f"{path} has another form than that of jaxche train" in shown
+    _, old, new = shlex.split(re.search(r"write (mv .*), and jaxche report", shown)[1])
+    path.rename(new)
+    assert old == str(path)
+    assert main(["report", str(tmp_path)]) == 0
