@@ -19,6 +19,9 @@ from jaxche.distributed import Group
 
 _log = logging.getLogger("jaxche")
 
+# The parts of a checkpoint.
+_ITEMS = {"run", "params", "residual", "state"}
+
 
 class Checkpoint(NamedTuple):
     """A checkpoint as it was read: its step, its metadata, and its named trees."""
@@ -83,7 +86,7 @@ class CheckpointReader:
                 refused = e
         except Exception as e:
             error = e
-            if not (is_of_process(e) or os.path.isdir(self._folder / str(step) / "run")):
+            if not (is_of_process(e) or self._is_own(step)):
                 refused = ValueError(
                     f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
                 )
@@ -100,6 +103,17 @@ class CheckpointReader:
         if self._unreadable(step, error) or self._unreadable(step, self._corrupt(trees, meta)):
             return None
         return Checkpoint(step, meta, trees)
+
+    def _is_own(self, step: int) -> bool:
+        """Whether jaxche wrote a checkpoint, as far as what is left of it shows, and the record of a run beside it."""
+        path = self._folder / str(step)
+        if os.path.isdir(path / "run"):
+            return True
+        try:
+            items = {entry.name for entry in path.iterdir() if entry.is_dir()}
+        except OSError:  # as of a damaged one
+            return True
+        return items <= _ITEMS and (self._folder / "history.jsonl").exists()
 
     def _corrupt(self, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> Exception | None:
         """An error if arrays are not those that were saved; all processes call this together."""

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxche.checkpoints import CheckpointReader, CheckpointWriter
@@ -67,6 +69,32 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_it_is_read(written, caplo
     assert bits(found.trees) == bits(trees(2))
     assert "checkpoint 4 cannot be read and is set aside as" in caplog.text
     assert (written / "unreadable-4").is_dir()
+
+
+@pytest.mark.parametrize(
+    "lost", [["run"], ["params"], ["state"], ["run", "params"], ["run", "params", "state"]], ids=str
+)
+def test_one_that_lost_a_part_is_set_aside_and_the_one_before_it_is_read(written, lost, caplog):
+    (written / "history.jsonl").touch()
+    for part in lost:
+        shutil.rmtree(written / "4" / part)
+    found = CheckpointReader(Group(), written, wanted).newest(after=0)
+    assert found.step == 2
+    assert bits(found.trees) == bits(trees(2))
+    assert "checkpoint 4 cannot be read and is set aside as" in caplog.text
+    assert (written / "unreadable-4").is_dir()
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_one_with_parts_of_another_program_is_refused_and_left_where_it_is(written, record):
+    with ocp.CheckpointManager(written) as theirs:
+        names = ("params", "theirs") if record else ("params",)
+        theirs.save(7, args=ocp.args.Composite(**{one: ocp.args.StandardSave({"w": np.ones(3)}) for one in names}))
+    if record:
+        (written / "history.jsonl").touch()
+    with pytest.raises(ValueError, match="7 there was not written by jaxche; give another folder"):
+        CheckpointReader(Group(), written, wanted).newest(after=0)
+    assert (written / "7" / "params").is_dir()
 
 
 def test_one_that_is_not_wanted_is_refused_and_left_where_it_is(written):
