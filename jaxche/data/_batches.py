@@ -34,8 +34,8 @@ def checked_length(data: Any) -> int:
             "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
         )
     arrays = [x for x in data[:8] if hasattr(x, "ndim")] if type(data) in (list, tuple) else []
-    # Batches of one data set have one type, and their arrays as many axes.
-    if len({(x.ndim, str(x.dtype)) for x in arrays}) > 1:
+    # Batches of one data set have one kind of number, of any width, and as many axes.
+    if len({(x.ndim, str(getattr(x, "dtype", "")).rstrip("0123456789")) for x in arrays}) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in arrays)
         raise ValueError(
             f"data is a {type(data).__name__} of arrays of the shapes {shapes}, each of which would be a batch; write "

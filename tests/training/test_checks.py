@@ -62,6 +62,10 @@ def test_bad_ones_are_named(call, named):
         call()
 
 
+def test_batches_of_one_array_may_have_floats_of_several_widths():
+    assert checked_length([np.zeros((9, 2), np.float32), np.zeros((9, 2))]) == 2
+
+
 STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"}
 
 
