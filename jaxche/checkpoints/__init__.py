@@ -1,5 +1,6 @@
 """Checkpoints on file: written while a run trains on, checked when they are read, with the record of its rounds."""
 
+from jaxche.checkpoints._folder_lock import FolderLock as FolderLock
 from jaxche.checkpoints._metrics_log import MetricsLog as MetricsLog
 from jaxche.checkpoints._reader import CheckpointReader as CheckpointReader
 from jaxche.checkpoints._shared_folder import shared_folder as shared_folder

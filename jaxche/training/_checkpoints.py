@@ -15,7 +15,14 @@ import jax
 import optax
 
 from jaxche.cadence import ApplyPolicy, whole_number
-from jaxche.checkpoints import CheckpointReader, CheckpointWriter, MetricsLog, leaf_shapes, shared_folder
+from jaxche.checkpoints import (
+    CheckpointReader,
+    CheckpointWriter,
+    FolderLock,
+    MetricsLog,
+    leaf_shapes,
+    shared_folder,
+)
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
 from jaxche.reports import Every, RoundInfo
@@ -117,6 +124,7 @@ class CheckpointManager(Hook):
         self._every = every  # in place of that of the config
         self._logged: RoundInfo | None = None
         self._folder = shared_folder(self._group, config.folder)
+        self._lock = FolderLock(self._folder)
         self._writer = CheckpointWriter(self._group, self._folder, config.keep)
         with self._group.errors_everywhere(self._group.process_index, "the reading of the data"):
             digest = trainer._engine.data_digest(data)
@@ -133,6 +141,7 @@ class CheckpointManager(Hook):
         with contextlib.ExitStack() as stack:
             # Remove the handler last, so that another SIGTERM does not end the process before all saves are written.
             stack.enter_context(self._sigterm)
+            stack.callback(self._lock.release)
             stack.push(self.close)
             yield
 
@@ -145,6 +154,9 @@ class CheckpointManager(Hook):
         ]
         if self._writer.is_open:  # this process was admitted, with the state of the others
             return
+        with self._group.errors_everywhere(self._group.process_index, "the lock of the checkpoints folder"):
+            if self._group.is_leader:
+                self._lock.acquire()
         restore = Restore(self._trainer, self._folder, self._source)
         run.state = restore.newest(run.state)
         if restore.is_of_other_data:
@@ -235,6 +247,8 @@ class CheckpointManager(Hook):
 
     def on_membership(self, run: Run, shrunk: bool) -> None:
         """Continue with the present members from the state of the run."""
+        if self._group.is_leader:  # that of a leader that was lost may last a while
+            self._lock.try_acquire()
         self._writer.reopen(shrunk)
         kept = self._log.truncate(run.state.round)
         # The process that wrote the record may have died before it wrote the last rounds.

@@ -576,7 +576,7 @@ def test_a_save_on_a_full_disk_costs_its_checkpoint_only(
         if state.round == 1:
             full_disk(100)
         elif state.round == 4:  # the save of round 3 has failed, and that of round 4 may be in flight
-            assert set(settled) <= {"1", "4.orbax-checkpoint-tmp", "history.jsonl"}
+            assert set(settled) <= {".lock", "1", "4.orbax-checkpoint-tmp", "history.jsonl"}
             full_disk(None)
 
     wanted, history = run(tmp_path / "other")
