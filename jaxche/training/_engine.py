@@ -208,7 +208,8 @@ class Engine:
             differ = differ or any(are_accumulators(local.opt_state))
             # Random keys are not averaged, and the key of a replica that takes more steps is split more often.
             differ = differ or any(map(is_random_key, jax.tree.leaves(local.opt_state)))
-            self._opt_states_differ = differ and self.average != "gradients"
+            is_empty = not jax.tree.leaves(local.opt_state)  # as of plain SGD
+            self._opt_states_differ = differ and not is_empty and self.average != "gradients"
         return self._opt_states_differ
 
     def with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:

@@ -136,6 +136,15 @@ def test_exact_sync_after_local_steps_has_one_optimizer_state(problem, devices, 
     assert policies == 2 * (3 * ["sync"] + 3 * ["cadence"])
 
 
+@pytest.mark.parametrize("options", [{"opt_state": "local"}, {"overlap": 0.5}], ids=lambda one: next(iter(one)))
+def test_an_optimizer_without_state_has_no_mean(problem, devices, monkeypatch, options):
+    alternate(monkeypatch)
+    one = trainer(problem, devices, ms=(20, 50), tx=optax.sgd(0.05), **options)
+    state, history = fit(one, problem, epochs=1)
+    assert {info.policy for info in history} == {"sync", "cadence"}
+    assert not state.opt_states_differ
+
+
 @pytest.mark.parametrize("options", [{"policy": "sync"}, {"average": "gradients"}], ids=lambda one: next(iter(one)))
 def test_so_does_another_trainer_that_averages_gradients(problem, devices, same, options):
     tx = optax.adam(0.05)
