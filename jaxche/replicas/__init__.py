@@ -46,6 +46,7 @@ from jaxche.replicas._replica import LocalResult as LocalResult
 from jaxche.replicas._replica import PaceError
 from jaxche.replicas._replica import Replica as Replica
 from jaxche.replicas._replica import free_rates as free_rates
+from jaxche.replicas._replica import numeric_settings as numeric_settings
 from jaxche.replicas._replica import row_limit as row_limit
 from jaxche.replicas._replica_mesh import ReplicaMesh as ReplicaMesh
 from jaxche.replicas._scaling import MergeScale as MergeScale

@@ -177,14 +177,14 @@ class Replica:
         return self._lower(local, placed)
 
     def _lower(self, local: LocalState, batch: Any, begun: Any = None) -> Callable[[], None]:
-        rows = batch_size(batch)  # refuses ragged batches by name before XLA sees them
+        rows, key = batch_size(batch), _shapes_of(batch)  # refuses ragged batches by name before XLA sees them
         start, carry = begun or self.begin(local, 0)
         with self._named(batch):
             compiled = self._programs.lower(start, carry, batch)
 
         def compile() -> None:
             with self._named(batch):
-                self._executables[_shapes_of(batch)] = compiled(), rows
+                self._executables[key] = compiled(), rows
             self.compilations += 1
 
         return compile
@@ -365,9 +365,15 @@ class Replica:
 
 
 def _shapes_of(batch: Any) -> tuple[Any, ...]:
-    """The structure of a batch, and the shapes and dtypes of its arrays."""
+    """The structure of a batch, the shapes and dtypes of its arrays, and the settings of JAX for which it compiles."""
     leaves, treedef = jax.tree.flatten(batch)
-    return (treedef, *((x.shape, x.dtype) for x in leaves))
+    return (treedef, *((x.shape, x.dtype) for x in leaves), *numeric_settings())
+
+
+def numeric_settings() -> tuple[Any, ...]:
+    """The settings of JAX in this thread for which ``jit`` compiles again, as far as they change numbers."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision
 
 
 class RoundMemory(NamedTuple):

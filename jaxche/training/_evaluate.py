@@ -16,7 +16,7 @@ import numpy as np
 from jaxche.cadence import split_by_ratio
 from jaxche.data import as_batch, as_stream, checked_length, is_stream, reading
 from jaxche.distributed import Group
-from jaxche.replicas import LocalState, Placement, drop_replica_axis
+from jaxche.replicas import LocalState, Placement, drop_replica_axis, numeric_settings
 from jaxche.sharding import batch_size
 from jaxche.stages import Direct, Partitioned
 from jaxche.training._metrics import arguments_of, as_metric, outputs_of, total_of
@@ -159,7 +159,8 @@ class MetricProgram:
         """``call(local, batch, index) -> outputs`` for batches of this shape."""
         leaves, treedef = jax.tree.flatten(batch)
         where = tuple(device.id for device in placement.devices.flat)
-        key = (where, treedef, *((np.shape(x), np.result_type(x) if np.isscalar(x) else x.dtype) for x in leaves))
+        shapes = ((np.shape(x), np.result_type(x) if np.isscalar(x) else x.dtype) for x in leaves)
+        key = (where, treedef, *shapes, *numeric_settings())
         with self._lock:
             if key not in self._compiled:
                 batch_size(batch)  # refuses ragged batches by name before XLA sees them

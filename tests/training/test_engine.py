@@ -37,6 +37,34 @@ def test_threads_have_the_64_bits_of_the_caller(devices, overlap):
         assert trainer.evaluate(state, data) == {"loss": -(2**-40) * (1 + 2**-40)}
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("setting", [(jax.enable_x64, True), (jax.default_matmul_precision, "highest")])
+def test_steps_and_evaluations_follow_a_setting_that_changes_between_two_fits(devices, setting, evaluates):
+    seen = []
+
+    def loss(w, x):
+        seen.append((str(x.dtype), jax.config.jax_default_matmul_precision))
+        return (x * w).mean()
+
+    data, (context, value) = [np.ones((2, 1))] * 2, setting
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(np.float32(1))
+
+    def run():
+        if evaluates:
+            trainer.evaluate(state, data)
+        else:
+            trainer.round(state, data, counts=(1, 1))
+        return seen[-1], len(seen)
+
+    before, _ = run()
+    with context(value):
+        inside, traced = run()
+        assert inside != before
+        assert run() == (inside, traced)  # compiled once for each setting
+    assert run() == (inside, traced)  # the programs of before are there still
+
+
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
 def test_data_is_read_with_the_64_bits_of_the_caller(devices, kind):
     dtypes = set()
