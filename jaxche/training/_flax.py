@@ -237,11 +237,16 @@ class NNXLoss:
           history: of the rounds since the start, for the optimizer's count of steps.
 
         Raises:
-          ValueError: learning rates are scaled, so that the optimizer state has another structure.
+          ValueError: learning rates are scaled, so that the optimizer state has another structure; or a layer of the
+            model was replaced since.
         """
         from flax import nnx
 
         trained = self.rebuild(trainer.params(state), trainer.model_state(state))
+        # Before anything is written: nnx.update puts an array of another shape into a layer.
+        found, now = (nnx.to_pure_dict(nnx.state(model)) for model in (trained, self._model))
+        _check_form("the trained variables", now, found)
+        _check_form("the variables of the model, as it is now,", found, now)
         if self._optimizer is not None:
             own = [x[0] for x in jax.tree.leaves(state.local_states[0].opt_state)]
             leaves, form = jax.tree.flatten(self._optimizer.opt_state)

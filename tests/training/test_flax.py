@@ -398,6 +398,35 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
     assert int(optimizer.step[...]) == int(own.step[...]) == len(batches)
 
 
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(1)), r"bias has the shape \(1,\), and the model's is \(2,\)"),
+        (
+            lambda: nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(1)),
+            r"as it is now, are of another model: layers.0.bias is missing",
+        ),
+        (
+            lambda: nnx.LoRALinear(3, 1, lora_rank=1, rngs=nnx.Rngs(1)),
+            r"trained variables are of another model: layers.0.lora.lora_a is missing",
+        ),
+    ],
+)
+def test_a_model_whose_layer_was_replaced_is_not_updated(devices, layer, message):
+    model = nnx.Sequential(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    loss = jaxche.NNXLoss(model, lambda model, x: jnp.mean(model(x) ** 2), optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:1])
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    state, history = trainer.fit(state, [np.ones((2, 3), np.float32)] * 2, progress=False)
+    model.layers[0] = replaced = layer()
+    before = replaced.kernel[...]
+    with pytest.raises(ValueError, match=message + r"; after a change of a model write a new loss = jaxche\.NNXLoss"):
+        loss.update(trainer, state, history)
+    assert replaced.kernel[...] is before
+    assert int(optimizer.step[...]) == 0
+
+
 class Average(nnx.Variable):
     pass
 
