@@ -16,9 +16,11 @@ from jaxche.replicas import LocalState, MergeInFlight
 from jaxche.reports import Reached
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainerState:
     """All replicas between two rounds. It is immutable: a round returns the next state, and this one stays valid.
+
+    As arrays have no single truth value, a state equals itself alone, and has a hash.
 
     ``params``, ``opt_state`` and ``model_state`` are the pmapped-replica view: every leaf ``[R, ...]``, one row per
     replica, sharded ``P("replica")``, made without a copy on access. After a merge all rows of ``params`` are equal;
@@ -82,8 +84,8 @@ class TrainerState:
     group_merges: int = 1
     stream: StreamPosition | None = None
     opt_states_differ: bool = False
-    in_flight: MergeInFlight | None = field(default=None, repr=False, compare=False)
-    _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
+    in_flight: MergeInFlight | None = field(default=None, repr=False)
+    _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False)
 
     @property
     def reached(self) -> Reached:

@@ -53,6 +53,14 @@ def test_copies_train_on_alike_and_a_deep_one_has_arrays_of_its_own(problem, dev
     same(copies[1].local_states[0].params, before)
 
 
+def test_a_state_equals_itself_alone(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    first, second = trainer.init(problem.params), trainer.init(problem.params)
+    assert first != second
+    assert [second, first].index(first) == 1
+    assert {first: "first", second: "second"}[second] == "second"
+
+
 def test_a_pickle_is_refused_with_the_line_to_write(problem, devices):
     state = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]).init(problem.params)
     with pytest.raises(TypeError, match=r"trainer\.fit\(state, data, checkpoints='runs/mine'\)"):
