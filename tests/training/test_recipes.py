@@ -359,3 +359,20 @@ def test_optimizers_that_use_the_loss_train(problem, devices, average, name):
     assert infos[-1].loss < infos[0].loss
     if name == "reduce_on_plateau":
         assert float(state.local_states[0].opt_state[1].scale[0]) < 1
+
+
+def test_a_float_count_in_the_model_state_follows_the_updates_where_a_replica_has_no_rows(devices):
+    def loss(w, batch, model_state):
+        after = jax.tree.map(lambda count: count + 1, model_state)
+        return jnp.mean((batch @ w) ** 2), ({"weight": model_state["float"]}, after)
+
+    data = [np.ones((8, 2), np.float32)] * 12
+    options = {"fleet": jaxche.VirtualFleet([20, 400], sync_ms=0.0), "replicas": devices[:2]}
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), policy="sync", joined_batches=1, **options)
+    state = trainer.init(jnp.ones(2), {"float": jnp.float32(0), "integer": jnp.int32(0)})
+    state, history = trainer.fit(state, data, progress=False)
+    assert [info.metrics["weight"] for info in history] == list(range(12))
+    took = np.sum([info.counts for info in history], axis=0)
+    assert took[0] == 12 > took[1]
+    assert state.model_state["float"].tolist() == [12, 12]
+    assert state.model_state["integer"].tolist() == took.tolist()
