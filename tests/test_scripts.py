@@ -387,3 +387,10 @@ def test_the_transfer_of_a_state_is_compared_with_a_bare_copy(run):
     output = run("chaos.py", "--join-mb", "1", codes=(0, 1))
     assert output.startswith("1 MB in 8 float32 arrays, median of 5\n")
     assert re.findall(r"^(\w+) +[\d.]+ s +[\d.]+ of bare$", output, re.M) == ["bare", "bytes", "state"]
+
+
+@pytest.mark.slow
+def test_random_combinations_of_arguments(run):
+    # Cases 0 and 1 are refused, and case 2 trains.
+    output = run("fuzz.py", "--first", "0", "--cases", "3")
+    assert re.match(r"3 cases: 0 failed, 2 refused\n(  1 x [^\n]+\n){2}$", output)

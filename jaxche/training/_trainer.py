@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import optax
@@ -240,6 +240,12 @@ class Trainer(Rounds):
         rules += [f"strategy={settings.strategy}"] if settings.strategy != NoShard() else []
         rules += [f"scaling={rule_text(settings.scaling.rule)}"] if settings.scaling else []
         return f"Trainer({', '.join([_replicas_text(self._engine.devices, settings.fleet), *rules])})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Trainer cannot be pickled or copied: its programs are compiled for the devices of this process. Make "
+            "another one with the same arguments; to save a run write trainer.fit(state, data, checkpoints='runs/mine')"
+        )
 
     fit = short_traceback(fit)
 

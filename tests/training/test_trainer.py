@@ -1,5 +1,6 @@
 """The trainer against slow twins that a reader can check by eye."""
 
+import copy
 import dataclasses
 import pickle
 import re
@@ -536,6 +537,13 @@ def test_a_pace_the_computation_cannot_keep_is_refused_with_one_that_works(probl
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(50, 1e-3))
     with pytest.raises(jaxche.training.PaceError, match=r"rank 1 is 0.001 ms.*pace_ms="):
         trainer.round(trainer.init(problem.params), problem.data)
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_trainer_is_not_copied(problem, devices, how):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(TypeError, match="another one with the same arguments"):
+        how(trainer)
 
 
 def test_a_loss_that_becomes_nan_stops_with_the_last_good_state(devices):
