@@ -8,6 +8,8 @@ import pytest
 import jaxche
 from jaxche.training import _state_dict
 
+pytestmark = pytest.mark.slow
+
 
 # Sharded replicas under "auto", model state and an end in steps, overlap, averaged gradients with outputs, an outer
 # optimizer, real time with outputs, accumulated gradients on a ragged epoch, random keys.
