@@ -413,8 +413,11 @@ def sent_bytes() -> int:
     return sent
 
 
-def grow(steps: int) -> list[dict[str, Any]]:
-    """The rounds of a cadence that starts small: without it merging would take most of the time."""
+def grow(steps: int, **fleet: Any) -> list[dict[str, Any]]:
+    """The rounds of a cadence that starts small: without it merging would take most of the time.
+
+    ``fleet`` are options of a trainer that runs on the clock of a virtual fleet.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -430,7 +433,8 @@ def grow(steps: int) -> list[dict[str, Any]]:
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - x) ** 2)
 
-    trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=che, replicas=jax.devices()[::2])
+    where = fleet or {"replicas": jax.devices()[::2]}
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=che, **where)
     _, history = trainer.fit(trainer.init(params), data, progress=False)
     names = ("round", "anchor", "counts", "period_ms", "sync_ms", "efficiency")
     return [{name: getattr(info, name) for name in names} for info in history]

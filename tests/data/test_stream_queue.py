@@ -33,11 +33,13 @@ class Source:
 
     def __init__(self, length=30):
         self.length, self.opened, self.reads, self.threads = length, [], [], set()
+        self.has_read = threading.Event()
 
     def __call__(self, epoch):
         self.opened.append(epoch)
         for i in range(self.length):
             self.reads.append((epoch, i))
+            self.has_read.set()
             self.threads.add(threading.get_ident())
             yield batch(1000 * epoch + i)
 
@@ -133,7 +135,11 @@ def test_replicas_take_every_batch_once_in_order_within_the_bound(length, rounds
 
 
 def settled(source, reads, seconds=0.3):
-    """Whether the source has been read so often, and is not read on."""
+    """Whether the source is read so often, however late, and not read on."""
+    while len(source.reads) < reads:
+        if not source.has_read.wait(20):
+            return False
+        source.has_read.clear()
     time.sleep(seconds)
     return len(source.reads) == reads
 

@@ -177,14 +177,20 @@ def test_a_process_is_alive_if_it_sends_heartbeats_after_the_question(monkeypatc
         end.close()
 
 
-def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until):
+def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until, monkeypatch):
+    """On a clock of the server that stands still until it has connected again, however late that is."""
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     server, connected = run
     one = connected(1, local=False)
     assert until(lambda: server._peers)
     (cut,) = server._peers
     cut.shutdown(socket.SHUT_RDWR)
     assert until(lambda: server._peers and cut not in server._peers)
-    time.sleep(1.2 * module._GRACE_S)
+    steps, step = [], server.step
+    monkeypatch.setattr(server, "step", lambda: step() or steps.append(now[0]))
+    now[0] += 1.2 * module._GRACE_S
+    assert until(lambda: steps.count(now[0]) > 1)  # the second of them began after that
     assert server.ended == set()
     assert one.is_connected
 

@@ -317,12 +317,13 @@ def test_a_launch_within_an_elastic_run_is_a_run_of_its_own(script, monkeypatch,
     assert capfd.readouterr().out.split("\n") == [*["None none"] * 2, *['1 ["127.0.0.'] * 2, ""]
 
 
-def test_a_rank_that_refuses_its_input_is_not_replaced(script, capfd):
+def test_a_rank_that_refuses_its_input_is_not_replaced(script, capfd, tmp_path):
     command = script("""
-        time.sleep(rank)
+        while rank and '"event": "exit"' not in open(os.environ["JAXCHE_EVENTS"]).read():
+            time.sleep(0.02)
         sys.exit(2)
     """)
-    assert launch(command, 2, elastic=True, max_restarts=3, grace_s=0.5) == 2
+    assert launch(command, 2, elastic=True, max_restarts=3, grace_s=0.5, events=tmp_path / "events.jsonl") == 2
     assert capfd.readouterr().err.count("rank 0 failed with exit code 2") == 1
 
 

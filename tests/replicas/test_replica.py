@@ -1,7 +1,5 @@
 """One replica's clock and its compiled steps."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from jaxche.distributed import Group
 from jaxche.replicas import _replica
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
-from jaxche.replicas._programs import LocalPrograms, LocalState
+from jaxche.replicas._programs import Carry, LocalPrograms, LocalState
 from jaxche.replicas._replica import Replica
 from jaxche.replicas._table import Columns
 from jaxche.training import PaceError
@@ -62,23 +60,24 @@ def test_a_loss_with_a_sharding_over_other_devices_is_told_what_to_leave_out(mak
     assert any("of rank 3: leave shardings over other devices" in note for note in caught.value.__notes__)
 
 
-def test_the_clock_waits_for_the_last_step(make):
-    """Dispatch takes microseconds; the time reported is the work's."""
+def test_the_clock_waits_for_the_last_step(make, monkeypatch):
+    """On a clock that stands still, but for a second in the wait for what all steps have made."""
+    now, wait, waited = [100.0], jax.block_until_ready, []
 
-    def slow(w, b):
-        x = jnp.outer(b, b) * w + 1e-3
-        for _ in range(30):
-            x = jnp.tanh(x @ x)
-        return jnp.mean(x)
+    def slow(tree):
+        now[0] += 1.0
+        waited.append(tree)
+        return wait(tree)
 
-    replica, local = make(loss=slow)
-    batch = np.ones(256, np.float32)
+    replica, local = make()
+    batch = np.ones(4, np.float32)
     replica.warm_up(local, batch)
-    start = time.perf_counter()
+    monkeypatch.setattr(_replica.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax, "block_until_ready", slow)
     result = replica.run(local, [batch] * 4, 0)
-    jax.block_until_ready(result.carry)
-    elapsed = (time.perf_counter() - start) * 1e3
-    assert elapsed / 2 < result.wall_ms <= elapsed
+    assert [type(one) for one in waited] == [Carry]
+    assert np.array_equal(waited[0].params, result.carry.params)
+    assert (result.steps, result.wall_ms) == (4, 1000.0)
 
 
 def test_the_wait_for_a_merge_is_no_time_of_steps(make, monkeypatch):

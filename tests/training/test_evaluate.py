@@ -174,20 +174,24 @@ def test_training_data_may_be_evaluated_while_it_is_read_ahead(trained):
 
 
 def test_a_fast_replica_takes_more(trained, monkeypatch):
+    """The first has two batches in flight, and waits for them until the other has taken all that are left."""
     problem, trainer, state = trained(replicas=2, examples=400)
-    taken, on_host = {}, _evaluate._on_host
+    taken, on_host = dict.fromkeys(jax.devices()[:2], 0), _evaluate._on_host
+    (slow, fast), both, rest = taken, threading.Barrier(2, timeout=20), threading.Event()
 
-    def slow(result):
+    def waits(result):
         device = next(iter(jax.tree.leaves(result.outputs))).device
-        taken[device] = taken.get(device, 0) + 1
-        if device == jax.devices()[0]:
-            time.sleep(0.02)
+        taken[device] += 1
+        if taken[device] == 1:
+            both.wait()
+            assert device == fast or rest.wait(20)
+        if taken[fast] == 48:
+            rest.set()
         return on_host(result)
 
-    monkeypatch.setattr(_evaluate, "_on_host", slow)
+    monkeypatch.setattr(_evaluate, "_on_host", waits)
     found = trainer.evaluate(state, problem.data, metric_fn)
-    assert sum(taken.values()) == 50
-    assert taken[jax.devices()[1]] > 2 * taken[jax.devices()[0]]
+    assert taken == {slow: 2, fast: 48}
     monkeypatch.undo()
     assert found == trainer.evaluate(state, problem.data, metric_fn)
 

@@ -1,7 +1,6 @@
 """Groups of replicas that merge within rounds: against a slow twin, replayed, resumed, and what is refused."""
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -183,16 +182,17 @@ def test_their_number_follows_the_costs(make, data):
     assert cheap.planned == dear.planned
 
 
-def test_the_wait_in_a_merge_of_a_group_counts_once_in_real_time(make, data):
+def test_the_wait_in_a_merge_of_a_group_counts_once_where_time_is_measured(make, data, thread_clock):
     one = make(fleet=None, pace_ms=[200.0, 300.0, 200.0, 300.0])
     state = one.init(jnp.zeros(3))
     for _ in range(2):
-        clock = time.perf_counter()
-        # After one step of 300 ms and two of 200 ms.
+        began = thread_clock.perf_counter()
+        # They merge after one step of 300 ms, for which the others wait, and after two of 200 ms.
         state, info = one.round(state, data, (3, 2, 3, 2))
-        elapsed_ms = (time.perf_counter() - clock) * 1e3
-    assert info.group_ms > 40.0
-    assert info.period_ms <= elapsed_ms
+        elapsed_ms = (thread_clock.perf_counter() - began) * 1e3
+    assert info.wall_ms == pytest.approx((600.0, 600.0, 600.0, 600.0))
+    assert info.group_ms == pytest.approx(100.0 + 5.0)
+    assert info.period_ms == pytest.approx(elapsed_ms) == pytest.approx(705.0)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
@@ -295,16 +295,16 @@ def test_islands_merge_on_their_devices(devices, data, close):
     close(*found)
 
 
-def test_real_times_have_the_waits_apart_from_the_steps(make, data):
+def test_measured_times_have_the_waits_apart_from_the_steps(make, data, thread_clock, monkeypatch):
     one = make(fleet=None, pace_ms=[4.0, 8.0, 4.0, 8.0], group_merges=3)
-    state = one.init(jnp.zeros(3))
-    for _ in range(2):
-        state, info = one.round(state, data, (8, 4, 4, 2))
-    steps = [wall / n for wall, n in zip(info.wall_ms, info.counts, strict=True)]
-    assert all(4.0 <= one < 8.0 for one in (steps[0], steps[2]))
-    assert all(8.0 <= one < 16.0 for one in (steps[1], steps[3]))
+    state, _ = one.round(one.init(jnp.zeros(3)), data, (8, 4, 4, 2))
+    merge = one._engine.merge
+    monkeypatch.setattr(one._engine, "merge", lambda *given: thread_clock.sleep(0.02) or merge(*given))
+    _, info = one.round(state, data, (8, 4, 4, 2))
+    assert info.wall_ms == pytest.approx((32.0, 32.0, 16.0, 16.0))
     assert info.group_merges == 2
-    assert 0 < info.group_ms < info.sync_ms
+    assert info.group_ms == pytest.approx(5.0)
+    assert info.sync_ms == pytest.approx(5.0 + 20.0)
 
 
 def test_an_error_of_one_replica_is_raised_and_nobody_waits(make, data):

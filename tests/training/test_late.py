@@ -22,11 +22,11 @@ def read(history):
 
 
 @pytest.fixture
-def slowed(problem, devices):
+def slowed(problem, devices, thread_clock):
     """A trainer whose second replica takes 120 ms a step, and a state whose cadence has learnt that both take 10 ms."""
     che = jaxche.ElChe(world_size=2, anchor=6, max_anchor=6, tuner="steady").report_timing([60.0, 60.0], [6, 6], 0.0)
 
-    def make(pace_ms=(None, 120.0), **knobs):
+    def make(pace_ms=(10.0, 120.0), **knobs):
         trainer = jaxche.Trainer(
             problem.loss, optax.adam(0.05), che=che, replicas=devices[:2], pace_ms=pace_ms, **knobs
         )

@@ -324,20 +324,20 @@ def test_information_of_a_round(problem, devices):
     assert info.drift > 0
 
 
-def test_no_compilation_is_timed(devices, monkeypatch):
-    """The last batch of an epoch has another shape; its compilation takes far longer than its step."""
+def test_no_compilation_is_timed(devices, monkeypatch, thread_clock):
+    """The last batch of an epoch has another shape; its compilation takes 3 s here, and a step none."""
     data = jaxche.Batches(np.ones((9, 4), np.float32), batch_size=4, seed=None)
-    lower = Replica.lower
+    lower = Replica._lower
 
-    def lower_slowly(self, local, batch):
-        time.sleep(3.0)
-        return lower(self, local, batch)
+    def lower_slowly(self, *arguments):
+        thread_clock.sleep(3.0)
+        return lower(self, *arguments)
 
-    monkeypatch.setattr(Replica, "lower", lower_slowly)
+    monkeypatch.setattr(Replica, "_lower", lower_slowly)
     trainer = jaxche.Trainer(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), replicas=devices[:1])
     _, info = trainer.round(trainer.init(jnp.eye(4)), data)
     assert trainer.compilations == 2
-    assert info.wall_ms[0] < 2500
+    assert info.wall_ms == (0.0,)
 
 
 def test_a_compilation_amid_a_round_is_no_time_of_its_merge(devices, monkeypatch):
@@ -396,14 +396,14 @@ def test_the_loss_is_traced_once_for_all_replicas_and_by_the_caller(devices, pol
     assert set(threads) == {threading.main_thread()}
 
 
-def test_paced_replicas_take_the_time_they_are_given(problem, devices):
+def test_paced_replicas_take_the_time_they_are_given(problem, devices, thread_clock):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(10, 60))
     state = trainer.init(problem.params)
     rates = trainer.measure_rates(state, problem.data, seconds=0.5)
-    assert rates[0] <= 1e3 / 10 * 1.02
-    assert rates[1] <= 1e3 / 60 * 1.02
+    assert rates == pytest.approx((1e3 / 10, 1e3 / 60))
     for _ in range(4):
-        state, _ = trainer.round(state, problem.data)
+        state, info = trainer.round(state, problem.data)
+        assert info.wall_ms == pytest.approx((10 * info.counts[0], 60 * info.counts[1]))
     assert state.che.batches(0) > 2 * state.che.batches(1)  # measured, not told
 
 
@@ -534,7 +534,7 @@ def test_counts_must_fit_the_replicas(problem, devices):
 
 
 def test_a_pace_the_computation_cannot_keep_is_refused_with_one_that_works(problem, devices):
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(50, 1e-3))
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(1e9, 1e-3))
     with pytest.raises(jaxche.training.PaceError, match=r"rank 1 is 0.001 ms.*pace_ms="):
         trainer.round(trainer.init(problem.params), problem.data)
 
