@@ -31,6 +31,11 @@ _EXIT_MS = 30_000
 _LOG_S = 60.0
 _LEFT, _MERGING = "jaxche/left", "jaxche/merging"
 
+_SAME_CALLS = (
+    "all processes must make the same calls of fit, evaluate and other methods of the trainer, also in callbacks; take "
+    "them out of `if jax.process_index() == 0:`"
+)
+
 _log = logging.getLogger("jaxche")
 
 
@@ -102,6 +107,7 @@ class Group:
         self.watchdog = Watchdog()
         self.launcher = "jax"  # what started the processes
         self._calls = 0
+        self._place = ""  # where this process raises the errors of all, which is the same on all
         self._broadcasts: dict[str, Iterator[int]] = {}
         # How many programs of several processes this one has begun, and whether it is in one.
         self._begun, self._in_program = 0, False
@@ -146,12 +152,12 @@ class Group:
         return devices
 
     def all_gather(self, value: Any) -> list[Any]:
-        """One small JSON value of each member, in process order."""
+        """One small JSON value of each member, in process order; RankError if they are in different calls."""
         if self.num_processes == 1:
             return [value]
         call, place = self._calls, f"jaxche/all_gather/{self.quorum_id}"
         self._calls += 1
-        texts = {self.process_index: json.dumps(value)}
+        texts = {self.process_index: json.dumps(value) + (f"\n{self._place}" if self._place else "")}
         self.client.key_value_set(f"{place}/{call}/{self.process_index}", texts[self.process_index])
         while missing := [process for process in self.members if process not in texts]:
             texts[missing[0]] = self.receive(f"{place}/{call}/{missing[0]}", missing[0])
@@ -159,7 +165,15 @@ class Group:
                 texts |= numbered(self.client, f"{place}/{call}/")
         if call:  # a process that has started this call has read all values of the last one
             self.client.key_value_delete(f"{place}/{call - 1}/{self.process_index}")
-        return [json.loads(texts[process]) for process in self.members]
+        found = {process: texts[process].partition("\n") for process in self.members}
+        for process, (_, _, other) in found.items():
+            if other != self._place:
+                here, there = self._place or "another call", other or "another call"
+                raise RankError(
+                    f"process {self.process_index} is in {here}, and process {process} in {there}: {_SAME_CALLS}",
+                    process,
+                )
+        return [json.loads(value) for value, _, _ in found.values()]
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first member, on all members."""
@@ -198,9 +212,7 @@ class Group:
             waited = time.monotonic() - start
             if absent:
                 raise RankError(
-                    f"process {process} {absent}, and process {self.process_index} waits for it: all processes must "
-                    "make the same calls of fit, evaluate and other methods of the trainer, also in callbacks; take "
-                    "them out of `if jax.process_index() == 0:`",
+                    f"process {process} {absent}, and process {self.process_index} waits for it: {_SAME_CALLS}",
                     process,
                 )
             if waited > _TIMEOUT_MS / 1e3:
@@ -321,7 +333,15 @@ class Group:
         if error is not None:
             last = "".join(traceback.format_exception(error)[-3:])[-1500:]
             own = {"rank": rank, "kind": type(error).__name__, "message": str(error)[:1000], "trace": last}
-        reports = [report for report in self.all_gather(own) if report is not None]
+        reports = []
+        try:
+            self._place = place
+            reports = [report for report in self.all_gather(own) if report is not None]
+        except RankError:  # of another process that does not take part
+            if error is None:
+                raise
+        finally:
+            self._place = ""
         if error is not None:
             error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
             raise error

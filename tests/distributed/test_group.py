@@ -65,6 +65,40 @@ def test_the_last_process_reads_all_values_at_once():
     assert store.reads.total() == 2
 
 
+@pytest.mark.parametrize(
+    ("calls", "errors"),
+    [
+        (
+            [
+                lambda one: one.raise_everywhere(None, 0, "the start of fit"),
+                lambda one: one.raise_everywhere(None, 1, "x"),
+            ],
+            [
+                (RankError, "process 0 is in the start of fit, and process 1 in x: all"),
+                (RankError, "process 1 is in x"),
+            ],
+        ),
+        (
+            [lambda one: one.all_gather(3), lambda one: one.raise_everywhere(None, 1, "x")],
+            [(RankError, "is in another call, and process 1 in x: all"), (RankError, "and process 0 in another call")],
+        ),
+        (
+            [lambda one: one.raise_everywhere(OSError("disk"), 0, "y"), lambda one: one.raise_everywhere(None, 1, "x")],
+            [(OSError, "disk"), (RankError, "process 1 is in x, and process 0 in y: all")],
+        ),
+    ],
+)
+def test_processes_in_different_calls_say_in_which_and_own_errors_come_first(calls, errors):
+    """What each sends would mean something else to the others."""
+    store = Store()
+    groups = [Group(SimpleNamespace(process_id=i, num_processes=2, client=store)) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(call, one) for call, one in zip(calls, groups, strict=True)]
+    for future, (kind, message) in zip(found, errors, strict=True):
+        with pytest.raises(kind, match=message):
+            future.result()
+
+
 def test_own_error_is_raised_as_it_is_with_its_place():
     with pytest.raises(OSError, match="disk") as caught:
         Group().raise_everywhere(OSError("disk"), 3, "round 7")
