@@ -202,12 +202,13 @@ class CheckpointWriter:
         if self._group.is_first:
             for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
+            room = " Make space there, or keep fewer checkpoints: jaxche.Checkpoints(folder, keep=1)"
             _log.warning(
-                "checkpoint %s is missing: %s in %s. Training continues, and the next save tries again. Make space "
-                "there, or keep fewer checkpoints: jaxche.Checkpoints(folder, keep=1)",
+                "checkpoint %s is missing: %s in %s. Training continues, and the next save tries again.%s",
                 step,
-                self.missing or "a process did not write its part",
+                self.missing or "a process ended before it had written its part",
                 self._folder,
+                room if self.missing else "",
             )
         self.open()
 
