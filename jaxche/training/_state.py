@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from jaxche.reports import Reached
 class TrainerState:
     """All replicas between two rounds. It is immutable: a round returns the next state, and this one stays valid.
 
-    As arrays have no single truth value, a state equals itself alone, and has a hash.
+    Arrays have no single truth value: states are equal if their fields are, and their replicas are the same objects.
 
     ``params``, ``opt_state`` and ``model_state`` are the pmapped-replica view: every leaf ``[R, ...]``, one row per
     replica, sharded ``P("replica")``, made without a copy on access. After a merge all rows of ``params`` are equal;
@@ -84,8 +84,18 @@ class TrainerState:
     group_merges: int = 1
     stream: StreamPosition | None = None
     opt_states_differ: bool = False
-    in_flight: MergeInFlight | None = field(default=None, repr=False)
-    _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False)
+    in_flight: MergeInFlight | None = field(default=None, repr=False, compare=False)
+    _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if isinstance(other, TrainerState) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.round, self.epoch, self.cursor, self.examples))
+
+    def _compared(self) -> tuple[Any, ...]:
+        names = [one.name for one in fields(self) if one.compare and one.name != "local_states"]
+        return (*map(id, self.local_states), *(getattr(self, name) for name in names))
 
     @property
     def reached(self) -> Reached:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -53,12 +54,13 @@ def test_copies_train_on_alike_and_a_deep_one_has_arrays_of_its_own(problem, dev
     same(copies[1].local_states[0].params, before)
 
 
-def test_a_state_equals_itself_alone(problem, devices):
+def test_states_with_the_same_replicas_and_equal_fields_are_equal(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     first, second = trainer.init(problem.params), trainer.init(problem.params)
     assert first != second
     assert [second, first].index(first) == 1
-    assert {first: "first", second: "second"}[second] == "second"
+    assert {first: "first", second: "second"}[replace(second)] == "second"
+    assert replace(first, round=1) != first != first.local_states
 
 
 def test_a_pickle_is_refused_with_the_line_to_write(problem, devices):
