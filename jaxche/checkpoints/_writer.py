@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -40,7 +41,7 @@ class CheckpointWriter:
     ``missing`` is why the last save that ended left no checkpoint, or empty.
     """
 
-    missing = ""
+    missing = _name = ""
 
     def __init__(self, group: Group, folder: Path, keep: int):
         try:
@@ -53,7 +54,7 @@ class CheckpointWriter:
         self._begun = self._abandoned = 0
         # The step of the save in flight, or 0, and the number of saves of the present members.
         self._in_flight, self._saves = 0, 0
-        self._barrier, self._thread = group.thread_barrier("save-0"), threading.current_thread()
+        self._barrier, self._thread = group.thread_barrier("save"), threading.current_thread()
         # Seconds that training has waited for saves, of those since this time.
         self._waited_s, self._opened, self._warned = 0.0, time.monotonic(), False
 
@@ -65,6 +66,8 @@ class CheckpointWriter:
     def open(self) -> None:
         """Make it ready to save, for the present members."""
         group, options, settings, registry = self._group, self._ocp.options, {}, None
+        # Of its barriers: a fit that failed while it saved has left keys under its own name.
+        self._name = group.broadcast(os.urandom(6).hex())
         # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
         sync = self._wait_for_others if group.num_processes > 1 else None
         settings["async_options"] = options.AsyncOptions(timeout_secs=_CENTURY_S, barrier_sync_fn=sync)
@@ -117,7 +120,7 @@ class CheckpointWriter:
         items = {name: args.StandardSave(item) for name, item in items_of(trees).items()}
         self._wait_for_last_save()
         self._in_flight, self._saves = step, self._saves + 1
-        self._barrier = self._group.thread_barrier(f"save-{self._saves}")
+        self._barrier = self._group.thread_barrier(f"save-{self._name}-{self._saves}")
         # What Ctrl-C leaves of a save goes on in threads of Orbax, and breaks the save that the end of the fit makes.
         with delayed_interrupt(), self.unless_lost("begun"), barriers(self._wait_for_others):
             try:

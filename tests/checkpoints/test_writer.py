@@ -1,7 +1,8 @@
-"""Saves that leave no checkpoint: what the log says of them."""
+"""Saves that leave no checkpoint: what the log says of them, and what they leave."""
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from jaxche.checkpoints import CheckpointWriter
@@ -25,3 +26,17 @@ def test_only_a_full_disk_asks_for_space(tmp_path, caplog, missing, reason, advi
         f"checkpoint 4 is missing: {reason} in {tmp_path}. Training continues, and the next save tries again.{advice}"
     )
     assert re.search(re.escape(text) + ("" if advice else "$"), caplog.text.strip())
+
+
+def test_a_save_does_not_pass_the_barriers_that_a_failed_fit_has_left(tmp_path, monkeypatch):
+    group, names = Group(), []
+    barrier = group.thread_barrier
+    for error in (RuntimeError("a round failed"), None):
+        writer = CheckpointWriter(group, tmp_path / str(error), keep=3)
+        writer.open()
+        assert writer.begin(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "thread_barrier", lambda name: names.append(name) or barrier(name))
+            writer.save(1, {}, {"params": {"w": jnp.ones(2)}})
+        writer.close(error)
+    assert len(set(names)) == 2
