@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import socket
@@ -52,8 +51,10 @@ class FolderLock:
         if self._descriptor is not None:
             return True
         try:
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:  # e.g. of a full disk
+            import fcntl
+
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+        except (ImportError, OSError):  # of a system without these locks, or a full disk
             return True
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,6 +86,7 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock, if this process has it."""
         if self._descriptor is not None:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the run has ended, whatever happens to this file
+                self._file.unlink()
             os.close(self._descriptor)
             self._descriptor = None

@@ -41,7 +41,7 @@ class CheckpointWriter:
     ``missing`` is why the last save that ended left no checkpoint, or empty.
     """
 
-    missing = _name = ""
+    missing = ""
 
     def __init__(self, group: Group, folder: Path, keep: int):
         try:
@@ -54,6 +54,7 @@ class CheckpointWriter:
         self._begun = self._abandoned = 0
         # The step of the save in flight, or 0, and the number of saves of the present members.
         self._in_flight, self._saves = 0, 0
+        self._name = ""  # of its barriers
         self._barrier, self._thread = group.thread_barrier("save"), threading.current_thread()
         # Seconds that training has waited for saves, of those since this time.
         self._waited_s, self._opened, self._warned = 0.0, time.monotonic(), False
@@ -66,7 +67,7 @@ class CheckpointWriter:
     def open(self) -> None:
         """Make it ready to save, for the present members."""
         group, options, settings, registry = self._group, self._ocp.options, {}, None
-        # Of its barriers: a fit that failed while it saved has left keys under its own name.
+        # A fit that failed while it saved has left keys of its barriers, under another name.
         self._name = group.broadcast(os.urandom(6).hex())
         # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
         sync = self._wait_for_others if group.num_processes > 1 else None

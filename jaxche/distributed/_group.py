@@ -107,7 +107,6 @@ class Group:
         self.watchdog = Watchdog()
         self.launcher = "jax"  # what started the processes
         self._calls = 0
-        self._place = ""  # where this process raises the errors of all, which is the same on all
         self._broadcasts: dict[str, Iterator[int]] = {}
         # How many programs of several processes this one has begun, and whether it is in one.
         self._begun, self._in_program = 0, False
@@ -151,24 +150,24 @@ class Group:
         """The same devices with the present connections between the members."""
         return devices
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """One small JSON value of each member, in process order; RankError if they are in different calls."""
+    def all_gather(self, value: Any, place: str = "") -> list[Any]:
+        """One small JSON value of each member, in process order; RankError if they are in different places."""
         if self.num_processes == 1:
             return [value]
-        call, place = self._calls, f"jaxche/all_gather/{self.quorum_id}"
+        call, path = self._calls, f"jaxche/all_gather/{self.quorum_id}"
         self._calls += 1
-        texts = {self.process_index: json.dumps(value) + (f"\n{self._place}" if self._place else "")}
-        self.client.key_value_set(f"{place}/{call}/{self.process_index}", texts[self.process_index])
+        texts = {self.process_index: json.dumps(value) + (f"\n{place}" if place else "")}
+        self.client.key_value_set(f"{path}/{call}/{self.process_index}", texts[self.process_index])
         while missing := [process for process in self.members if process not in texts]:
-            texts[missing[0]] = self.receive(f"{place}/{call}/{missing[0]}", missing[0])
+            texts[missing[0]] = self.receive(f"{path}/{call}/{missing[0]}", missing[0])
             if len(missing) > 1:  # all that are set in one message: one for each key were N² of N processes
-                texts |= numbered(self.client, f"{place}/{call}/")
+                texts |= numbered(self.client, f"{path}/{call}/")
         if call:  # a process that has started this call has read all values of the last one
-            self.client.key_value_delete(f"{place}/{call - 1}/{self.process_index}")
+            self.client.key_value_delete(f"{path}/{call - 1}/{self.process_index}")
         found = {process: texts[process].partition("\n") for process in self.members}
         for process, (_, _, other) in found.items():
-            if other != self._place:
-                here, there = self._place or "another call", other or "another call"
+            if other != place:
+                here, there = place or "another call", other or "another call"
                 raise RankError(
                     f"process {self.process_index} is in {here}, and process {process} in {there}: {_SAME_CALLS}",
                     process,
@@ -335,13 +334,10 @@ class Group:
             own = {"rank": rank, "kind": type(error).__name__, "message": str(error)[:1000], "trace": last}
         reports = []
         try:
-            self._place = place
-            reports = [report for report in self.all_gather(own) if report is not None]
+            reports = [report for report in self.all_gather(own, place) if report is not None]
         except RankError:  # of another process that does not take part
             if error is None:
                 raise
-        finally:
-            self._place = ""
         if error is not None:
             error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
             raise error

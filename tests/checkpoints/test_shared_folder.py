@@ -56,7 +56,7 @@ def test_a_file_server_may_show_a_file_late(tmp_path, second):
 def test_the_others_do_not_wait_for_a_process_that_cannot_read_the_folder(tmp_path, second, monkeypatch):
     second(tmp_path)
     reports = []
-    monkeypatch.setattr(Group, "all_gather", lambda self, value: reports.append(value) or [value])
+    monkeypatch.setattr(Group, "all_gather", lambda self, value, place="": reports.append(value) or [value])
 
     def stale(folder):
         raise OSError("Stale file handle")

@@ -117,14 +117,14 @@ def test_an_error_within_a_context_is_raised_at_its_end():
 
 def test_an_error_elsewhere_ends_a_context(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 7"), Group().errors_everywhere(0, "round 7"):
         pass
 
 
 def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": "line 3"}
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 2 with OSError: disk") as caught:
         Group().raise_everywhere(None, 0, "round 2")
     assert caught.value.rank == 1
@@ -145,7 +145,7 @@ def test_an_error_goes_to_another_process():
 
 def test_a_report_stays_small_whatever_the_error_says(monkeypatch):
     sent = []
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: sent.append(own) or [own])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": sent.append(own) or [own])
     with pytest.raises(OSError, match="é"):
         Group().raise_everywhere(OSError("é" * 9999), 123456, "round 7")
     assert len(json.dumps(sent[0])) < 20_000

@@ -199,7 +199,7 @@ def test_after_a_change_of_the_ranks_all_have_the_limits_of_all(trainer, problem
     before = engine.max_rows
     first = engine._own_resources[0]
     theirs = [[(0, first[1] | {"in all": 7}, 4.0)], engine._own_resources[1:]]
-    monkeypatch.setattr(type(trainer._group), "all_gather", lambda self, value: theirs)
+    monkeypatch.setattr(type(trainer._group), "all_gather", lambda self, value, place="": theirs)
     engine.arrange([0, 1, 2], state.local_states)
     engine.connect(state.local_states)
     assert engine.max_rows == [4.0, *before[1:]]

@@ -14,7 +14,7 @@ from jaxche.training import _preparation
 
 
 def test_differences_are_named_with_who_has_what(monkeypatch):
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, own | {"seed": "1"}])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, own | {"seed": "1"}])
     monkeypatch.setattr(Group, "members", (0, 1))
     with pytest.raises(ValueError, match=r"process +seed\n +most +0\n +1 +1") as caught:
         fingerprint.refuse_differences(Group(), {"seed": "0", "merge": "steps"})
@@ -81,7 +81,7 @@ def test_data_that_varies_is_not_compared(monkeypatch):
             return {"x": np.array([self.count]), "label": np.array([i])}
 
     assert fingerprint.data_digest(SequenceReader(Noisy()), 3) == fingerprint.NONDETERMINISTIC
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, own | {"data": "abc"}])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, own | {"data": "abc"}])
     monkeypatch.setattr(Group, "members", (0, 1))
     fingerprint.refuse_differences(Group(), {"data": fingerprint.NONDETERMINISTIC})
     with pytest.raises(ValueError, match="data"):
@@ -91,7 +91,7 @@ def test_data_that_varies_is_not_compared(monkeypatch):
 def compared(monkeypatch, here, there):
     """Whether two processes may start with these trees."""
     told = [{"params": fingerprint._traits("params", tree)} for tree in (here, there)]
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: told)
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": told)
     monkeypatch.setattr(Group, "members", (0, 1))
     fingerprint.refuse_other_values(Group(), {"params": here})
 

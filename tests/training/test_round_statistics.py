@@ -110,6 +110,6 @@ def test_the_local_error_wins():
 
 def test_an_error_of_another_process_is_told(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
-    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 2"):
         refuse(table(failed=(1, 1.0)))
