@@ -204,10 +204,11 @@ _SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
 }
+_GUARDS = [f"jax_transfer_guard_{what}" for what in ("host_to_device", "device_to_device", "device_to_host")]
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads whose calls have the JAX settings of the thread that submits them."""
+    """Threads whose calls have the JAX settings of the thread that submits them, and copy to and from devices."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         values = [(context, getattr(jax.config, name)) for name, context in _SETTINGS.items()]
@@ -216,6 +217,8 @@ class Threads(ThreadPoolExecutor):
             with ExitStack() as stack:
                 for context, value in values:
                     stack.enter_context(context(value))
+                if any(getattr(jax.config, name) for name in _GUARDS):
+                    stack.enter_context(jax.transfer_guard("allow"))
                 return fn(*args, **kwargs)
 
         return super().submit(call)

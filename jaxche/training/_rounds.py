@@ -113,6 +113,7 @@ class Rounds:
         return self._settings.policy
 
     @short_traceback
+    @jax.transfer_guard("allow")
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
         """Put one set of parameters on every replica.
 
@@ -179,6 +180,7 @@ class Rounds:
         return self._engine.unreplicate(checked_state(state).local_states[0].noise)
 
     @short_traceback
+    @jax.transfer_guard("allow")
     def round(
         self, state: TrainerState, data: Any, counts: Sequence[int] | None = None
     ) -> tuple[TrainerState, RoundInfo]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -163,6 +164,7 @@ class Trainer(Rounds):
       [1.0, -2.0, 0.5]
     """
 
+    @jax.transfer_guard("allow")  # batches, counts and results are copied between host and devices
     def __init__(
         self,
         loss_fn: Callable[..., Any] | Partitioned,
@@ -247,9 +249,10 @@ class Trainer(Rounds):
             "another one with the same arguments; to save a run write trainer.fit(state, data, checkpoints='runs/mine')"
         )
 
-    fit = short_traceback(fit)
+    fit = short_traceback(jax.transfer_guard("allow")(fit))
 
     @short_traceback
+    @jax.transfer_guard("allow")
     def evaluate(
         self, state: TrainerState, data: Any, metric_fn: Callable[..., Any] | None = None, metrics: Any = None
     ) -> dict[str, float]:
@@ -306,6 +309,7 @@ class Trainer(Rounds):
         return evaluate(self, state, data, metric_program(self, metric_fn, metrics), metrics)
 
     @short_traceback
+    @jax.transfer_guard("allow")
     def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
         """Repeat recorded rounds: the same batches on the same replicas, at any speed.
 
@@ -356,6 +360,7 @@ class Trainer(Rounds):
         return state.merged(), again
 
     @short_traceback
+    @jax.transfer_guard("allow")
     def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
         """Batches per second of every replica, all running at once without merges: the upper bound of any cadence.
 

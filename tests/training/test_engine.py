@@ -1,5 +1,6 @@
 """Local replicas side by side."""
 
+import contextlib
 import gc
 import threading
 
@@ -113,6 +114,32 @@ def test_threads_have_the_settings_of_the_caller(devices, overlap):
         state, _ = trainer.round(trainer.init(jnp.zeros(1)), data, counts=(1, 1))
         trainer.round(state, data, counts=(1, 1))
     assert found == {("highest", "key<rbg>")}
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+@pytest.mark.parametrize("arguments", [{}, {"policy": "sync"}, {"overlap": 0.5}])
+def test_a_guard_against_transfers_leaves_training_alone(devices, where, arguments):
+    data, w = [np.full((2, 1), i, np.float32) for i in range(8)], np.zeros(1, np.float32)
+
+    def train():
+        given = {"replicas": devices[:2], "fleet": jaxche.VirtualFleet([10, 20])} | arguments
+        trainer = jaxche.Trainer(lambda w, x: ((x - w) ** 2).mean(), optax.sgd(0.1), **given)
+        state = trainer.init(w)
+        state, _ = trainer.round(state, data, counts=(1, 1))
+        state, history = trainer.fit(state, data, epochs=1, validation=data, progress=False)
+        assert history[-1].validation == trainer.evaluate(state, data)
+        return history[-1].validation["loss"], np.asarray(trainer.params(state)).tolist()
+
+    before = jax.config.values["jax_transfer_guard"]
+    with jax.transfer_guard("disallow") if where == "thread" else contextlib.nullcontext():
+        try:
+            jax.config.update("jax_transfer_guard", "disallow" if where == "process" else before)
+            guarded = train()
+            with pytest.raises(Exception, match="Disallowed"):  # of the user's own
+                jnp.zeros(1)
+        finally:
+            jax.config.update("jax_transfer_guard", before)
+    assert guarded == train()
 
 
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
