@@ -356,13 +356,14 @@ class SequenceReader:
                 feed.request(position)
         return feeds
 
-    def prefetch(self, shares: Iterable[Sequence[Key]]) -> None:
-        """Start to read the first batches of the next round, for unchanged counts."""
-        shares = [list(share) for share in shares]
+    def prefetch(self, feeds: Sequence[Feed], keys: Sequence[Sequence[Key]]) -> None:
+        """Read batches of later rounds, those of each feed, after the last ones of this round."""
+        for feed, own in zip(feeds, keys, strict=True):
+            feed.later = own
         for position in range(self.depth):
-            for share in shares:
-                if position < len(share):
-                    self.request(share[position])
+            for feed in feeds:
+                if position >= len(feed.steps):  # batches of its steps may be taken already
+                    feed.request(position)
 
     def request(self, key: Key) -> None:
         """Start to read a batch, unless it is ready or being read; one that could not be read is read again."""
@@ -407,6 +408,7 @@ class Feed:
       divides: whether a step on pieces of unlike shapes yields a batch for each shape, and is not refused.
       ends_step: whether the batch that was last taken is the last of its step.
       divided: steps so far that were on pieces of unlike shapes.
+      later: the next batches of the replica, in later rounds.
     """
 
     def __init__(self, reader: BatchReader, steps: Sequence[Step]):
@@ -415,11 +417,14 @@ class Feed:
         self._is_stopped = False
         self.taken: Sequence[tuple[Key, slice]] = ()
         self.divides, self.ends_step, self.divided = False, True, 0
+        self.later: Sequence[Key] = ()
 
     def request(self, position: int) -> None:
-        if position < len(self.steps):
-            for piece in self.steps[position]:
-                self._reader.request(piece.key)
+        """Start to read the batches of a step, or after the last one a later batch."""
+        beyond = position - len(self.steps)
+        keys = [piece.key for piece in self.steps[position]] if beyond < 0 else self.later[beyond : beyond + 1]
+        for key in keys:
+            self._reader.request(key)
 
     def stop(self) -> None:
         """End the round after an error, or before its end: no further batches are taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from jaxche.cadence import RoundPlan
@@ -51,6 +51,11 @@ class Reader(Protocol):
         ...
 
     @property
+    def depth(self) -> int:
+        """The number of batches that are read ahead for each replica; 0 if :meth:`prefetch` does nothing."""
+        ...
+
+    @property
     def has_time_limit(self) -> bool:
         """Whether a replica may end a round early, and leave batches to later rounds."""
         ...
@@ -81,8 +86,8 @@ class Reader(Protocol):
         """Some batches to measure speeds with."""
         ...
 
-    def prefetch(self, shares: Iterable[Sequence[Key]]) -> None:
-        """Start to read the first batches of the next round, for unchanged counts."""
+    def prefetch(self, feeds: Sequence[Feed], keys: Sequence[Sequence[Key]]) -> None:
+        """Read batches of later rounds, those of each feed, after the last ones of this round."""
         ...
 
     def ended(self, plan: RoundPlan, state: DataState, steps: int) -> int:

@@ -22,6 +22,7 @@ class StreamReader:
     """
 
     size = EPOCH_SIZE
+    depth = 0
 
     def __init__(self, data: Any, stream: Stream, group: Group, processes_of_ranks: Sequence[Sequence[int]]):
         self.data = data
@@ -110,7 +111,7 @@ class StreamReader:
         """Some batches to measure speeds with."""
         return self._queue.next_batches(count) or [self._queue.first]
 
-    def prefetch(self, shares: Any) -> None:
+    def prefetch(self, feeds: Any, keys: Any) -> None:
         """Do nothing: the queue reads on by itself."""
 
     def ended(self, plan: RoundPlan, state: DataState, steps: int) -> int:

@@ -362,10 +362,10 @@ class Engine:
         list(self._pool.map(lambda found: found[1](), lowered))
         return [one for one, _ in lowered]
 
-    def run(self, planned: PlannedRound, feeds: Sequence[Feed]) -> list[LocalResult]:
+    def run(self, planned: PlannedRound, feeds: Sequence[Feed], meanwhile: Callable[[], None]) -> list[LocalResult]:
         """Run the local steps of a round on all local replicas at once; results hold the errors of failed replicas.
 
-        The error of a merge in flight is raised: it ends the round.
+        ``meanwhile`` is called while they run. The error of a merge in flight is raised: it ends the round.
         """
         plan, limit_ms = planned.plan, planned.time_limit_ms
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
@@ -397,6 +397,7 @@ class Engine:
         try:
             for one in zip(self._replicas, planned.state.local_states, feeds, self._pauses(planned), strict=True):
                 running.append(self._pool.submit(run_one, *one))
+            meanwhile()
             results = [one.result() for one in running]
         except BaseException:
             # Of a keyboard interrupt, too: what still runs would take batches and threads of the next round.

@@ -25,7 +25,7 @@ from jaxche.cadence import (
     choose_wire,
     merge_share,
 )
-from jaxche.data import Reader
+from jaxche.data import Feed, Key, Reader
 from jaxche.distributed import hang_timeout
 from jaxche.messages import brief, short_traceback
 from jaxche.replicas import MergeScale, in_order
@@ -291,15 +291,13 @@ class Rounds:
     ) -> tuple[TrainerState, RoundInfo]:
         """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from its measurements.
 
-        In a run to an ``end`` the batches of the next round are read meanwhile.
+        In a run to an ``end`` the batches of the next rounds are read meanwhile.
         """
         planned = self._planned(state, data, end or ENDLESS, given)
         engine, settings = self._engine, self._settings
         feeds = engine.start(planned)
         clock = time.perf_counter()
-        results = engine.run(planned, feeds)
-        if end is not None:
-            self._prefetch(planned, end)
+        results = engine.run(planned, feeds, lambda: self._read_ahead(planned, end, feeds))
         stop = self._stop
         prepare_ms = max(engine.compile_ms for engine in self._engines)
         rows = host_rows(planned, engine.ranks, results, stop, prepare_ms)
@@ -419,15 +417,22 @@ class Rounds:
             return ()
         return tuple(given.overlapped or (int(self._settings.overlap * n) for n in plan.counts))
 
-    def _prefetch(self, planned: PlannedRound, end: End) -> None:
-        """Read the batches of the next round, which follow from the state if this one goes as planned."""
-        state, plan = planned.state, planned.plan
-        (epoch, cursor), steps = plan.end, state.steps + plan.total
-        examples = state.examples + plan.total * self._engine.batch_size
-        expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
-        if not state.pending_batches and not end.is_reached(expected):
-            following = self._plan(expected, plan.epoch_size, end)
-            planned.reader.prefetch([following.share(rank) for rank in self._engine.ranks])
+    def _read_ahead(self, planned: PlannedRound, end: End | None, feeds: Sequence[Feed]) -> None:
+        """Read the first batches of the next rounds after those of this one; they follow if it goes as planned."""
+        state, plan, depth = planned.state, planned.plan, planned.reader.depth
+        if end is None or state.pending_batches:
+            return
+        keys: list[list[Key]] = [[] for _ in feeds]
+        for _ in range(depth):
+            (epoch, cursor), steps = plan.end, state.steps + plan.total
+            examples = state.examples + plan.total * self._engine.batch_size
+            state = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
+            if end.is_reached(state) or max(map(len, keys)) >= depth:
+                break
+            plan = self._plan(state, plan.epoch_size, end)
+            for own, rank in zip(keys, self._engine.ranks, strict=True):
+                own += plan.share(rank)
+        planned.reader.prefetch(feeds, keys)
 
     def _with_wire(self, state: TrainerState, given: GivenRound) -> TrainerState:
         """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear.

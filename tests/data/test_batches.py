@@ -181,7 +181,11 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
     assert sorted(data.reads) == [0, *range(8)]  # the first one twice: is it the same?
     assert threading.current_thread().name not in data.threads
     assert len(data.threads) == 1
-    reader.prefetch([[(0, 8), (0, 9)], [(0, 10)]])
+    reader.prefetch(feeds, [[(0, 8), (0, 9)], [(0, 10)]])
+    assert not reader._ready  # all steps of these feeds have more than two batches
+    feeds = reader.start([whole([8]), whole([])])
+    reader.prefetch(feeds, [[(0, 9)], [(0, 10)]])
+    assert list(feeds[0]) == [8]
     assert reader.peek((0, 10)) == 10
     feeds = reader.start([whole([9])])  # the plan changed: one batch read for nothing, none twice
     assert list(feeds[0]) == [9]
@@ -221,6 +225,25 @@ def test_the_reader_is_woken_for_half_of_what_it_reads_ahead():
     reader.close()
 
 
+def test_the_reader_reads_on_into_the_next_rounds_as_far_as_in_one_round():
+    data = Slow(range(40))
+    reader = SequenceReader(data, depth=4)
+    reader.nondeterministic = False
+    feeds = reader.start([whole([0, 1]), whole([2])])
+    reader.wait()
+    assert data.reads == [0, 2, 1]
+    reader.prefetch(feeds, [[(0, i) for i in (3, 4, 6, 7, 9)], [(0, i) for i in (5, 8, 11)]])
+    reader.wait()
+    assert data.reads == [0, 2, 1, 5, 3, 8, 4, 11]  # four of each, in turn
+    assert [list(feed) for feed in feeds] == [[0, 1], [2]]
+    reader.prefetch(feeds, [[(0, 3)], [(0, 5)]])  # after the replicas have taken all batches
+    reader.wait()
+    feeds = reader.start([whole([3, 4]), whole([5])])
+    assert [list(feed) for feed in feeds] == [[3, 4], [5]]
+    assert len(data.reads) == len(set(data.reads)) == 8  # none is read again
+    reader.close()
+
+
 @pytest.mark.parametrize(
     ("data", "at_hand"),
     [
@@ -238,7 +261,7 @@ def test_batches_at_hand_are_read_when_they_are_taken(data, at_hand):
     threads, reader = [], SequenceReader(data)
     load = reader.load
     reader.load = lambda key: (threads.append(threading.current_thread().name), load(key))[1]
-    reader.prefetch([[(0, 0), (0, 1)]])
+    reader.prefetch(reader.start([[]]), [[(0, 0), (0, 1)]])
     assert bool(reader._ready) != at_hand
     first, second = iter(reader.start([whole([0, 2])])[0]), iter(reader.start([whole([1])])[0])
     assert len([next(first), next(second), next(first)]) == 3
@@ -300,7 +323,7 @@ def test_what_failed_ahead_of_time_is_read_again_when_it_is_taken():
 
     data = Down()
     reader = SequenceReader(data)
-    reader.prefetch([[(0, 5), (0, 6)]])
+    reader.prefetch(reader.start([[]]), [[(0, 5), (0, 6)]])
     reader.wait()
     data.is_down = False
     assert [reader.take((0, i)) for i in (5, 6)] == [5, 6]

@@ -74,6 +74,29 @@ def test_steps_and_evaluations_follow_a_setting_that_changes_between_two_fits(de
     assert run() == (inside, traced)  # the programs of before are there still
 
 
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_batches_of_the_next_round_are_read_while_a_round_runs(devices, monkeypatch, policy):
+    read, run = [threading.Event() for _ in range(24)], Replica.run
+
+    class Data:
+        def __len__(self):
+            return len(read)
+
+        def __getitem__(self, i):
+            read[i].set()
+            return np.ones((2, 1), np.float32)
+
+    def run_until_next_is_read(self, local, feed, *given):
+        result = run(self, local, feed, *given)
+        after = 1 + max(piece.key[1] for step in feed.steps for piece in step)
+        assert all(one.wait(20) for one in read[after : after + 2])
+        return result
+
+    monkeypatch.setattr(Replica, "run", run_until_next_is_read)
+    trainer = jaxche.Trainer(lambda w, x: (x * w).mean(), optax.sgd(0.1), policy=policy, replicas=devices[:2])
+    trainer.fit(trainer.init(np.float32(1)), Data(), progress=False)
+
+
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
 def test_data_is_read_with_the_64_bits_of_the_caller(devices, kind):
     dtypes = set()
