@@ -347,16 +347,10 @@ class _Arguments(NamedTuple):
 
 def _agree(trainer: Rounds, state: TrainerState, arguments: _Arguments) -> _Checked:
     """The arguments of a fit, checked to be equal in all processes."""
-    group, error, checked = trainer._group, None, None
-    try:
+    group = trainer._group
+    if group.standby:
+        return arguments.checked(trainer, state)
+    with group.errors_everywhere(group.process_index, "the start of fit"):
         checked = arguments.checked(trainer, state)
-    except Exception as e:
-        error = e
-    if not group.standby:
-        group.raise_everywhere(error, group.process_index, "the start of fit")
-    elif error is not None:
-        raise error
-    assert checked is not None, "an error was raised"
-    if not group.standby:
-        refuse_differences(group, checked.texts)
+    refuse_differences(group, checked.texts)
     return checked

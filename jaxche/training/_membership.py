@@ -62,7 +62,6 @@ class Membership:
         not in a collective on devices.
         """
         if self._group.standby:
-            self._pending = None
             return
         found = self._group.broadcast(self._candidates() if self._group.is_first else None)
         self._pending = found and ({int(process): number for process, number in found[0].items()}, found[1])
@@ -72,9 +71,7 @@ class Membership:
         processes_of_ranks = self._trainer._settings.processes_of_ranks
         for process, request in self._group.candidates().items():
             reason = refusal(fingerprint, request["fingerprint"])
-            if any(
-                process in processes_of_rank and len(processes_of_rank) > 1 for processes_of_rank in processes_of_ranks
-            ):
+            if any(process in own and len(own) > 1 for own in processes_of_ranks):
                 reason = "its replica needs other processes too"
             if reason is None:
                 accepted[process] = request["incarnation"]

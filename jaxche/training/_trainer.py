@@ -440,7 +440,7 @@ class Trainer(Rounds):
         settings, shares, rows = self._settings, state.row_shares, self._engine.batch_size
         if self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) or not (shares.is_measured and rows):
             return ""
-        if len(shares.ranks) != self.world_size:  # measured before the processes changed
+        if len(shares.ranks) != self.world_size:  # of another trainer
             return ""
         if settings.staged or settings.fleet is not None or any(settings.paces):
             return ""

@@ -1,5 +1,7 @@
 """Refusals of a trainer's arguments; the trainer's own tests go through all of them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import optax
 import pytest
@@ -7,7 +9,12 @@ import pytest
 import jaxche
 from jaxche.data._batches import checked_length
 from jaxche.training._checks import (
+    check_auto_wire,
+    check_fleet,
     check_joined,
+    check_model_state,
+    check_outputs,
+    checked_callbacks,
     checked_max_rows,
     checked_paces,
     one_of,
@@ -38,9 +45,21 @@ def test_whole_numbers_of_numpy_are_whole():
     assert checked_max_rows(np.array([4, 8]), "speed", 2) == [4, 8]
 
 
+# Of two processes.
+ISLAND = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process) for process in range(2)]))
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
+        (lambda: check_auto_wire("auto", None, True, None), "an elastic run admits processes without them; write wire"),
+        (lambda: check_fleet(jaxche.VirtualFleet([20.0, 50.0]), 2, 2, None), "of one process, and this run has 2"),
+        (lambda: check_outputs(print, False, [ISLAND]), "here a replica spans several; leave outputs= out"),
+        (lambda: checked_callbacks([print, 3]), r"callbacks\[1\]=3 is not a function; write def callback"),
+        (
+            lambda: check_model_state({"n": (np.zeros(2),)}, {"n": [np.zeros(2)]}),
+            r"the tree is .*\[\*\].* instead of .*\(\*,\).*; return the same tree",
+        ),
         (lambda: one_of("merge", "mean", ("steps", "batch")), "'steps', 'batch'"),
         (lambda: checked_paces((1, 0), 2), "positive"),
         (lambda: checked_paces(float("inf"), 2), "positive"),

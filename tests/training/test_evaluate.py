@@ -361,6 +361,21 @@ def test_nnx_metrics_are_those_of_a_loop(classes, trained_net):
     assert np.isnan(float(metrics.compute()["loss"]))  # the given object is as it was
 
 
+def test_an_nnx_loss_is_a_metric_function_in_evaluation_mode_beside_any_loss(classes, devices):
+    model = nnx.Sequential(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    loss = jaxche.NNXLoss(model, cross_entropy)
+
+    def plain(params, batch, model_state):
+        return jnp.zeros(()), ({}, model_state)
+
+    trainer = jaxche.Trainer(plain, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(loss.params, loss.model_state)
+    model.eval()
+    batches = [classes[i] for i in range(len(classes))]
+    wanted = np.average([cross_entropy(model, b) for b in batches], weights=[len(b["y"]) for b in batches])
+    assert trainer.evaluate(state, classes, loss) == {"loss": pytest.approx(wanted, rel=1e-5)}
+
+
 @pytest.mark.slow
 def test_a_linen_loss_is_a_metric_function_too(classes, devices):
     class Linen(nn.Module):

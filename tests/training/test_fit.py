@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import pytest
 from flax import nnx
 
 import jaxche
+from jaxche.distributed import PREEMPTED_CODE
 from jaxche.replicas._replica import Replica
+from jaxche.training import _fit
 from jaxche.training._state import Stop
 
 
@@ -203,6 +206,56 @@ def test_an_error_keeps_the_last_good_state(trainer, problem):
     with pytest.raises(RuntimeError, match="disk full"):
         trainer.fit(trainer.init(problem.params), problem.data, callbacks=[fail], progress=False)
     assert trainer.last_good_state.round == 2
+
+
+def test_a_merge_that_fails_in_a_run_that_cannot_shrink_is_an_error(trainer, problem, monkeypatch):
+    merge, merges = trainer._engine.merge, []
+
+    def fails(*args):
+        merges.append(args)
+        if len(merges) == 3:
+            raise jaxche.PeerLostError("did one of them die?")
+        return merge(*args)
+
+    monkeypatch.setattr(trainer._engine, "merge", fails)
+    with pytest.raises(jaxche.PeerLostError, match="did one of them die"):
+        trainer.fit(trainer.init(problem.params), problem.data, progress=False)
+    assert (trainer.last_good_state.round, len(merges)) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "all_end", "raised", "message"),
+    [
+        (KeyboardInterrupt(), True, KeyboardInterrupt, "^$"),
+        (
+            SystemExit(3),
+            False,
+            RuntimeError,
+            r"sys.exit\(3\) ended process 1 within fit, and others still train; ",
+        ),
+        (SystemExit(3), True, SystemExit, "3"),
+        (SystemExit(PREEMPTED_CODE), False, SystemExit, str(PREEMPTED_CODE)),
+    ],
+)
+def test_what_ends_one_of_several_processes_is_raised(monkeypatch, error, all_end, raised, message):
+    def ends(trainer, run):
+        raise error
+
+    monkeypatch.setattr(_fit, "_run_rounds", ends)
+    group = SimpleNamespace(num_processes=2, process_index=1, ends_together=lambda: all_end)
+    run = SimpleNamespace(hooks=(), state=SimpleNamespace(round=0))
+    with pytest.raises(raised, match=message):
+        _fit._train(SimpleNamespace(_group=group, _membership=None), run)
+
+
+def test_a_process_that_waits_for_admission_checks_its_arguments_alone():
+    def refused(trainer, state):
+        raise ValueError("epochs=0")
+
+    trainer = SimpleNamespace(_group=SimpleNamespace(standby=True))
+    with pytest.raises(ValueError, match=r"^epochs=0$"):
+        _fit._agree(trainer, None, SimpleNamespace(checked=refused))
+    assert _fit._agree(trainer, None, SimpleNamespace(checked=lambda trainer, state: "checked")) == "checked"
 
 
 def test_progress_speaks_on_a_log_without_a_terminal(trainer, problem, capsys):

@@ -1,6 +1,7 @@
 """Groups of replicas that merge within rounds: against a slow twin, replayed, resumed, and what is refused."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.cadence import merge_steps
+from jaxche.cadence import ApplyPolicy, merge_steps
 from jaxche.replicas import _group_merge
+from jaxche.training._checks import Averaging
+from jaxche.training._groups import checked_groups
 
 GROUPS = [[0, 1], [2, 3]]
 FLEET = jaxche.VirtualFleet([20, 50, 20, 50], sync_ms=200.0, group_sync_ms=5.0)
@@ -365,3 +368,18 @@ def test_what_cannot_be_a_group_is_refused(make, options, message):
 def test_the_replicas_of_a_single_process_are_no_group_of_it(make):
     assert "groups" not in repr(make(groups="process"))
     assert "groups=((0, 1), (2, 3))" in repr(make())
+
+
+def test_replicas_of_several_processes_are_no_group():
+    averaging = Averaging(ApplyPolicy.CADENCE, "parameters", "steps", "local", None, None, "auto", False)
+    homes = [SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process)])) for process in (0, 0, 1)]
+    assert checked_groups("process", None, averaging, homes).ranks == ((0, 1),)
+    with pytest.raises(ValueError, match=r"replicas \(1, 2\) are in the processes \[0, 1\].*write groups='process'"):
+        checked_groups([[1, 2]], None, averaging, homes)
+
+
+def test_steps_on_parts_of_batches_have_no_merges_of_groups(make, data):
+    one = make(ADAM, rows="speed")
+    _, history = one.fit(one.init(jnp.zeros(3)), data, progress=False)
+    assert {info.group_merges for info in history if info.shares} == {1}
+    assert max(info.group_merges for info in history) > 1

@@ -10,6 +10,8 @@ import pytest
 
 import jaxche
 from jaxche.distributed import HANG_TIMEOUT
+from jaxche.training import _hooks
+from jaxche.training._plan import End
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "1e12", "-1", "nan", "inf"])
@@ -72,3 +74,22 @@ def test_a_callback_without_a_result_goes_on(problem, devices, answer, caplog):
     state, _ = trainer.fit(trainer.init(problem.params), problem.data, 1, [lambda state, info: answer], progress=False)
     assert state.epoch == 1
     assert "training ends" not in caplog.text
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_evaluation_that_loses_a_process_ends_a_run_that_cannot_shrink(problem, devices, monkeypatch, elastic):
+    def fails(*args):
+        raise jaxche.PeerLostError("did one of them die?")
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, max_steps=2, progress=False)
+    hook = _hooks.EvaluationHook(trainer, problem.data, None, None, None)
+    run = _hooks.Run(state, problem.data, len(problem.data), End(), history)
+    monkeypatch.setattr(_hooks, "evaluate", fails)
+    monkeypatch.setattr(trainer._group, "elastic", elastic, raising=False)
+    if not elastic:
+        with pytest.raises(jaxche.PeerLostError, match="did one of them die"):
+            hook.on_end(run)
+    else:
+        hook.on_end(run)
+    assert history[-1].validation == {}

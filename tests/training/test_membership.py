@@ -3,8 +3,10 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import optax
 import pytest
 
+import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.distributed import PeerLostError
 from jaxche.training._groups import Groups
@@ -104,3 +106,133 @@ def test_the_choice_between_sync_and_local_steps_is_made_again_from_exact_sync()
     one._trainer._engine.order = [0, 2]
     alone = one._of_ranks(two, [2])
     assert (alone.choice.policy, alone.che) == (ApplyPolicy.CADENCE, None)
+
+
+def test_a_process_that_waits_for_admission_admits_nobody():
+    one = Membership(None, SimpleNamespace(standby=True))
+    one.poll()
+    assert one._pending is None
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_asks_is_admitted_or_told_why_not(leads):
+    refused = {}
+    requests = {
+        2: {"incarnation": 5, "fingerprint": {"code": "a"}},
+        3: {"incarnation": 2, "fingerprint": {"code": "b", "data": "c"}},
+        4: {"incarnation": 3, "fingerprint": {"code": "a"}},
+    }
+    group = SimpleNamespace(standby=False, is_first=leads, members=(0, 1), candidates=lambda: requests)
+    group.refuse = lambda process, incarnation, reason: refused.update({(process, incarnation): reason})
+    group.broadcast = lambda value: value if leads else [{"2": 5}, [0, 1, 2]]  # as JSON
+    settings = SimpleNamespace(processes_of_ranks=[(0,), (1,), (2,), (3,), (4, 5)])
+    engine = SimpleNamespace(fingerprint={"code": "a"})
+    one = Membership(SimpleNamespace(_settings=settings, _engine=engine), group)
+    one.poll()
+    assert one._pending == ({2: 5}, [0, 1, 2])
+    reasons = {
+        (3, 2): "it differs in code, data; run the same script and data everywhere",
+        (4, 3): "its replica needs other processes too",
+    }
+    assert refused == (reasons if leads else {})
+
+
+@pytest.mark.parametrize(("of_iterator", "is_sent"), [(7, True), (object(), False)])
+def test_the_state_of_an_iterator_is_sent_if_it_is_exact_in_json(problem, devices, of_iterator, is_sent):
+    class Iterator:
+        def __init__(self):
+            self._batches = iter([problem.data[i] for i in range(12)])
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self._batches)
+
+        def get_state(self):
+            return of_iterator
+
+        def set_state(self, state):
+            raise AssertionError
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    data = jaxche.Stream(lambda epoch: Iterator())
+    state, _ = trainer.round(trainer.init(problem.params), data, counts=(2,))
+    given = Membership(trainer, None)._with_iterator(state, data)
+    assert given.stream.states == ((7,) if is_sent else ())
+
+
+class Members:
+    """A group whose processes die, one when the others shrink, each time."""
+
+    def __init__(self, *reached, members=(0,)):
+        self._reached, self.members, self.shrunk = iter(reached), members, 0
+
+    def shrink(self):
+        self.shrunk += 1
+        return [self.shrunk]
+
+    def all_gather(self, value):
+        found = next(self._reached)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def broadcast(self, value):
+        return value
+
+
+def remaining(group, processes_of_ranks, che=None):
+    """The membership of a trainer, and the orders of its ranks."""
+    orders = []
+    engine = SimpleNamespace(order=[0, 1], connect=lambda local_states: None)
+    engine.arrange = lambda order, local_states: orders.append(order)
+    settings = SimpleNamespace(che=che, groups=Groups(), processes_of_ranks=processes_of_ranks)
+    trainer = SimpleNamespace(_settings=settings, _engine=engine, _engines=[engine], policy=ApplyPolicy.CADENCE)
+    return Membership(trainer, group), orders
+
+
+def states(*rounds):
+    return [TrainerState((), None, DivergenceCorrection(), round=round) for round in rounds]
+
+
+@pytest.mark.parametrize(("reached", "goes_on"), [([5, 4], 4), ([5, 5], 5)])
+def test_a_round_is_merged_by_all_or_by_none(reached, goes_on):
+    one, orders = remaining(Members(reached), [(0,), (1,)])
+    before, state = states(4, 5)
+    assert one._shrink(state, before, PeerLostError("failed")).round == goes_on
+    assert orders == [[0]]
+
+
+def test_a_death_while_others_agree_costs_another_try():
+    group = Members(PeerLostError("another"), [5])
+    one, orders = remaining(group, [(0,), (1,)])
+    assert one._shrink(*states(5, 4), PeerLostError("failed")).round == 5
+    assert (group.shrunk, orders) == (2, [[0]])
+
+
+def test_processes_whose_replicas_are_not_whole_end_with_the_error():
+    one, orders = remaining(Members([5], members=(0, 2)), [(0, 1), (2, 3)])
+    error = PeerLostError("failed")
+    with pytest.raises(PeerLostError, match="failed") as raised:
+        one._shrink(*states(5, 4), error)
+    assert raised.value is error
+    assert error.__notes__ == ["process 1 died, and the remaining processes cannot continue"]
+    assert orders == []
+
+
+def test_a_death_while_hooks_are_told_of_one_costs_another_try():
+    group, told = Members([5, 5], [5]), []
+
+    class Told:
+        def on_membership(self, run, shrunk):
+            told.append(shrunk)
+            if len(told) == 1:
+                raise PeerLostError("another")
+
+    one, orders = remaining(group, [(0,), (1,)])
+    before, state = states(4, 5)
+    run = SimpleNamespace(state=state, previous=before, history=jaxche.History(), hooks=[Told()])
+    one.recover(run, PeerLostError("failed"))
+    assert (run.state.round, run.previous, told) == (5, None, [True, True])
+    assert (group.shrunk, orders) == (2, [[0], [0]])

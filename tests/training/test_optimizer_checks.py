@@ -9,7 +9,7 @@ from flax.training.train_state import TrainState
 
 import jaxche
 from jaxche.sharding import check_update
-from jaxche.training._optimizer_checks import check_line_search
+from jaxche.training._optimizer_checks import check_line_search, shapes_of_state
 
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
 EXTRA_ARGUMENTS = {
@@ -204,3 +204,13 @@ def test_a_parameter_without_elements_is_named_where_tx_fails_on_it(devices):
     start(optax.adam(0.1))
     with pytest.raises(ValueError, match=r"tx makes no update .*opaque"):  # the array is not the cause
         start(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
+
+
+@pytest.mark.parametrize("error", [ValueError("a rank of 0"), AttributeError("no such field", obj=3)], ids=str)
+def test_an_error_of_an_optimizer_that_is_about_no_structure_stays_as_it_is(error):
+    def init(params):
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        shapes_of_state(optax.GradientTransformation(init, optax.identity().update), PARAMS)
+    assert raised.value is error

@@ -93,11 +93,17 @@ def test_explain_counts_the_batches_of_the_policy(problem, devices):
         cadence.explain(5)
 
 
+def test_explain_has_no_advice_on_the_merges_of_a_single_replica(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    state, _ = trainer.round(trainer.init(problem.params), problem.data)
+    assert trainer.explain(state) == "policy='cadence', as given"
+
+
 def measured(ms):
-    """The times of two replicas for a batch, measured in exact sync."""
+    """The times of replicas for a batch, measured in exact sync."""
     shares = RowShares()
     for _ in range(3):
-        shares = shares.report([1, 1], [16, 16], ms)
+        shares = shares.report([1] * len(ms), [16] * len(ms), ms)
     return shares
 
 
@@ -109,6 +115,7 @@ def measured(ms):
         ((20.0, 21.0), "auto", {}, True),
         ((20.0, 21.0), "cadence", {}, False),
         ((20.0, 21.0), "sync", {"pace_ms": 1.0}, False),
+        ((20.0, 21.0, 20.0), "sync", {}, False),  # of another trainer
         ((20.0, 21.0), "sync", {"fleet": jaxche.VirtualFleet([20.0, 21.0])}, False),
     ],
 )

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.sharding import RemoteDevice
 
 # 7 batches of 8 and one of 3, which micro-batches of 2 do not divide, in each of two epochs.
 EXAMPLES = 7 * 8 + 3
@@ -205,6 +206,13 @@ REFUSED = {
     r"for 2 stages each replica is a list of 2 devices, ": lambda d: {"replicas": [d[:2], d[2:5]]},
     r"replicas='process': a replica of 2 stages has 2 devices; leave replicas= out, for as many": lambda d: {
         "replicas": "process"
+    },
+    r"rows='speed' and joined_batches= cut batches, .*; leave them out": lambda d: {
+        "policy": "sync",
+        "joined_batches": 2,
+    },
+    r"devices of several processes; give each replica devices of one": lambda d: {
+        "replicas": [[d[0], RemoteDevice(1, "cpu", d[0].device_kind, 0)]]
     },
     r"in two replicas; give each devices of its own": lambda d: {"replicas": [d[:2], d[1:3]]},
     r"process 0 has 8 devices, which do not make whole replicas of 3 stages": three,

@@ -74,3 +74,17 @@ def test_a_state_on_other_devices_is_refused(make, problem, devices):
     other = make(replicas=devices[1:3])
     with pytest.raises(ValueError, match=r"replica 0 is on .*id=0.*, and here it is on .*id=1.*other.params\(state\)"):
         other.round(state, problem.data)
+
+
+def test_a_state_of_other_replicas_is_refused(make, problem, devices):
+    state = make().init(problem.params)
+    other = make(replicas=devices[:1], fleet=None)
+    with pytest.raises(ValueError, match=r"state has 2 replicas in this process, and the trainer 1; .*other.params"):
+        other.round(state, problem.data)
+
+
+def test_a_state_at_a_batch_that_other_data_does_not_have_is_refused(make, problem):
+    one = make()
+    state, _ = one.round(one.init(problem.params), problem.data, counts=(2, 2))
+    with pytest.raises(ValueError, match=r"data has 3 batches in an epoch, and state is at batch 4 of one; .*or begin"):
+        one.round(state, [problem.data[i] for i in range(3)])
