@@ -461,7 +461,7 @@ def free_rates(
             raise result.error
         return result.steps / result.wall_ms * 1e3
 
-    rates = {
-        replica.rank: rate for replica, rate in zip(replicas, pool.map(run_one, replicas, local_states), strict=True)
-    }
+    with group.errors_everywhere(replicas[0].rank, "the measurement of rates"):
+        ran = list(pool.map(run_one, replicas, local_states))
+    rates = {replica.rank: rate for replica, rate in zip(replicas, ran, strict=True)}
     return {int(rank): rate for part in group.all_gather(rates) for rank, rate in part.items()}

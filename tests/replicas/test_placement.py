@@ -453,3 +453,12 @@ def test_a_merge_gets_every_field_of_a_carry_or_only_steps_need_it():
     assert {*carry.measured} | averaged | of_steps == {*Carry._fields}, (
         "add the new field to Carry.measured, or, if no merge reads it, to this test"
     )
+
+
+def test_islands_over_processes_have_one_shape(devices, monkeypatch):
+    strategy = NoShard()
+    meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
+    make_placements(meshes, strategy)
+    monkeypatch.setattr(placement, "spans_processes", lambda one: one.devices.size == 4)
+    with pytest.raises(ValueError, match=r"islands of \[2, 4\] devices, and one of them spans .* have the same shape"):
+        make_placements(meshes, strategy)

@@ -42,6 +42,16 @@ def test_a_replica_over_processes_that_cannot_run_is_an_error_of_its_own(trainer
         trainer.measure_rates(state, problem.data, seconds=0.1)
 
 
+def test_a_replica_that_fails_is_an_error_in_all_processes(trainer, problem, monkeypatch):
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data)
+    run = Replica.run
+    monkeypatch.setattr(Replica, "run", lambda self, *args: run(self, *args)._replace(error=OSError("no memory")))
+    with pytest.raises(OSError, match="no memory") as raised:
+        trainer.measure_rates(state, problem.data, seconds=0.1)
+    assert raised.value.__notes__[0].startswith("raised on rank 0 in the measurement of rates;")
+
+
 class Torn:
     """Its third batch cannot be read."""
 
