@@ -79,9 +79,10 @@ class FolderLock:
 
     def _holder(self) -> str:
         """The process that has the lock."""
+        text = ""
         with contextlib.suppress(OSError):
-            return self._file.read_text() or "another process"
-        return "another process"
+            text = self._file.read_text()
+        return text or "another process"
 
     def release(self) -> None:
         """Release the lock, if this process has it."""

@@ -59,8 +59,6 @@ class MetricsLog:
             # The first round need not be number 0.
             if (kept[-1].round if kept else -1) < info.round < rounds:
                 kept.append(info)
-            elif kept and info.round == kept[-1].round:  # with the results of an evaluation at the end
-                kept[-1] = info
         self._group.barrier()  # all have read the file
         if self._group.is_leader:
             warn_of_damage(str(self._file), record)

@@ -239,13 +239,14 @@ class StreamQueue:
     def _restore(self, place: Place) -> None:
         """Go to a place in the epoch that was opened."""
         state, iterator = copy.deepcopy(place.state), self._iterator
+        batches = map(as_batch, iterator)
         if place.ended:
-            self.first, self._iterator = self._read_first(), iter(())
+            self.first, self._iterator = next(batches, None), iter(())
         elif state is not None and hasattr(iterator, "set_state"):
-            self.first = self._read_first()
+            self.first = next(batches, None)
             iterator.set_state(state)  # type: ignore[attr-defined]
         elif state is not None and hasattr(self._iterable, "load_state_dict"):
-            self.first = self._read_first()
+            self.first = next(batches, None)
             self._iterable.load_state_dict(state)
             self._iterator = iter(self._iterable)
         elif self.stream.resume == "skip":
@@ -271,11 +272,6 @@ class StreamQueue:
                 "jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         self._iterator = iterator
-
-    def _read_first(self) -> Any:
-        for batch in self._iterator:
-            return as_batch(batch)
-        return None
 
     def _skip(self, place: Place) -> None:
         """Read the batches before a place, and keep the first."""

@@ -1,5 +1,7 @@
 """The record of a run that continues: what was done again is not in it twice."""
 
+from dataclasses import replace
+
 import optax
 import pytest
 
@@ -92,3 +94,16 @@ def test_a_last_line_without_its_end_is_a_round_if_it_is_whole(tmp_path, rounds,
     log.append(rounds[2])
     assert told(jaxche.History.from_json(file)) == told(rounds[:3])
     assert not caplog.records
+
+
+def test_the_last_line_of_a_round_counts(tmp_path, rounds, told):
+    log, evaluated = MetricsLog(Group(), tmp_path), replace(rounds[1], validation={"loss": 0.5})
+    for info in (rounds[0], rounds[1], evaluated, rounds[2]):
+        log.append(info)
+    assert told(log.truncate(99)) == told([rounds[0], evaluated, rounds[2]])
+
+
+def test_a_record_that_cannot_be_written_is_an_error(tmp_path, rounds):
+    (tmp_path / "history.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        MetricsLog(Group(), tmp_path).append(rounds[0])

@@ -104,3 +104,14 @@ def test_one_that_is_not_wanted_is_refused_and_left_where_it_is(written):
     with pytest.raises(ValueError, match="round 4 is of another run"):
         CheckpointReader(Group(), written, refuse).newest(after=0)
     assert (written / "4").is_dir()
+
+
+def test_processes_that_see_different_checkpoints_share_no_folder(written):
+    group = Group()
+    group.all_gather = lambda steps: [steps, steps[:-1]]
+    with pytest.raises(ValueError, match=r"different checkpoints there \(\[\[1, 2, 4\], \[1, 2\]\]\); give"):
+        CheckpointReader(group, written, wanted).newest(after=0)
+
+
+def test_a_folder_that_cannot_be_listed_is_a_damaged_checkpoint(written):
+    assert CheckpointReader(Group(), written, wanted)._is_own(5)

@@ -1,6 +1,8 @@
 """Saves that leave no checkpoint: what the log says of them, and what they leave."""
 
 import re
+import sys
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -40,3 +42,22 @@ def test_a_save_does_not_pass_the_barriers_that_a_failed_fit_has_left(tmp_path, 
             writer.save(1, {}, {"params": {"w": jnp.ones(2)}})
         writer.close(error)
     assert len(set(names)) == 2
+
+
+def test_a_save_that_failed_in_another_process_is_no_error_before_its_end(tmp_path, monkeypatch):
+    def broken(*args, **options):
+        raise threading.BrokenBarrierError
+
+    writer = CheckpointWriter(Group(), tmp_path, keep=3)
+    writer.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._manager, "save", broken)
+        writer.save(1, {}, {"params": {"w": jnp.ones(2)}})
+    assert writer._in_flight == 1
+    writer.close(None)
+
+
+def test_checkpoints_without_orbax_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxche\[checkpoints\]'"):
+        CheckpointWriter(Group(), tmp_path, keep=3)

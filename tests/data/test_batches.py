@@ -144,6 +144,24 @@ def test_rows_of_unlike_batches_are_not_joined(second, named):
     reader.close()
 
 
+def test_rows_of_batches_of_unlike_trees_are_not_joined():
+    reader = SequenceReader([(np.zeros((4, 3)),), [np.zeros((4, 3))]])
+    (feed,) = reader.start([[(Piece((0, 0)), Piece((0, 1)))]])
+    with pytest.raises(ValueError, match="tuple"):
+        list(feed)
+    reader.close()
+
+
+def test_a_feed_that_is_stopped_ends():
+    reader = SequenceReader([{"x": np.zeros(2)}] * 3)
+    (feed,) = reader.start([whole(range(3))])
+    batches = iter(feed)
+    next(batches)
+    feed.stop()
+    assert list(batches) == []
+    reader.close()
+
+
 def test_a_step_on_unlike_batches_is_divided_where_it_may_be():
     arrays = [{"x": np.arange(4 * n).reshape(4, n)} for n in (3, 3, 5)]
     reader = SequenceReader(arrays)

@@ -2,6 +2,8 @@
 
 import collections
 import json
+import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,3 +57,29 @@ UNCOVERED = {
 def test_what_has_no_exact_form_is_refused(value):
     with pytest.raises(TypeError, match="no exact form"):
         to_json(value)
+
+
+class Tensor:
+    """Like a tensor of torch."""
+
+    __module__ = "torch"
+
+    def __init__(self, array):
+        self._array = array
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return self._array
+
+
+def test_tensors_of_torch_stay_tensors(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))
+    back = from_json(json.loads(json.dumps(to_json({"rng": Tensor(np.arange(5, dtype=np.uint8))}))))
+    assert type(back["rng"]) is Tensor
+    np.testing.assert_array_equal(back["rng"].numpy(), np.arange(5, dtype=np.uint8))
+    assert back["rng"].numpy().dtype == np.uint8

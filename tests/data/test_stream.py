@@ -39,6 +39,30 @@ class Tensor:
         return self._array
 
 
+class Half:
+    """Like a torch tensor of bfloat16, which NumPy cannot read."""
+
+    dtype = "torch.bfloat16"
+
+    def __init__(self, array):
+        self._array = jnp.asarray(array, jnp.bfloat16)
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("unsupported ScalarType BFloat16")
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
 class Loader:
     """Like a torch DataLoader: a length, and no index."""
 
@@ -163,6 +187,7 @@ def test_batches_become_arrays():
             "rows": [[1.0, 2.0], [3.0, 4.0]],
             "pair": (np.ones(2), [jnp.ones(2), Tensor([True, False])]),
             "half": np.ones(2, ml_dtypes.bfloat16),
+            "half_tensor": Half([1.5, 2.5]),
             "key": key,
         }
     )
@@ -172,6 +197,8 @@ def test_batches_become_arrays():
     assert isinstance(batch["pair"], tuple)
     np.testing.assert_array_equal(batch["pair"][1][1], [True, False])
     np.testing.assert_array_equal(batch["tensor"], [[1.0], [2.0]])
+    assert batch["half_tensor"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(batch["half_tensor"], np.float32), [1.5, 2.5])
     assert batch["key"] is key
 
 
