@@ -63,8 +63,6 @@ class RankTimes:
 
         Of the least-squares line through the samples, both at least 0; without two sizes f is 0.
         """
-        if not self.samples:
-            return 0.0, 0.0
         # A few numbers, for which plain Python is faster than NumPy; fsum adds alike in every Python.
         size, ms = [float(rows) for rows, _ in self.samples], [median_low(times) for _, times in self.samples]
         slope = math.inf

@@ -87,8 +87,6 @@ def _check_count(groups: Groups, leaves: Sequence[Any]) -> None:
 def scale_leaves(groups: Groups, tree: Any, factors: Any) -> Any:
     """Multiply each float leaf by its group's factor (``[G]``), or by a single factor (``[]``)."""
     leaves, treedef = jax.tree.flatten(tree)
-    if len(leaves) != len(groups.of_leaf):
-        raise ValueError(f"updates has {len(leaves)} leaves, but the params given to init had {len(groups.of_leaf)}")
     for i, (leaf, group) in enumerate(zip(leaves, groups.of_leaf, strict=True)):
         if is_float(leaf):
             factor = factors if factors.ndim == 0 else factors[group]

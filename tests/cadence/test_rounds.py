@@ -115,6 +115,11 @@ def test_steps_on_parts_of_batches_have_numbers_of_their_own():
     assert len(set(numbers)) == len(numbers)
 
 
+def test_batches_of_each_rank_are_its_steps_or_its_part_of_those_that_are_joined():
+    assert RoundPlan(0, 0, 0, (3, 1), 40).batches == (3.0, 1.0)
+    assert RoundPlan(0, 0, 0, (1, 2), 40, (1, 3), 2).batches == (0.5, 1.5)
+
+
 def test_a_cut_plan_has_steps_of_as_many_rows():
     plan = RoundPlan(0, 0, 0, (4, 1, 0), 100, (6, 2, 0), 8)
     assert plan.cut(9) == plan

@@ -94,7 +94,9 @@ def test_ten_thousand_ranks():
 
 
 def test_table():
-    text = VirtualFleet([20, 50]).run(ElChe(2), 10).table()
+    run = VirtualFleet([20, 50]).run(ElChe(2), 10)
+    text = run.table()
+    assert repr(run) == text
     assert len(text.splitlines()) <= 12
     assert "efficiency" in text
     assert "controller" in text
@@ -147,6 +149,7 @@ def test_plot_says_what_to_install(monkeypatch):
         (lambda: VirtualFleet([10, 20], sync_ms=-1), "sync_ms=-1"),
         (lambda: VirtualFleet([10, 20], first_sync_ms=-1), "first_sync_ms=-1"),
         (lambda: VirtualFleet([10, 20], exchange_ms=-1), "exchange_ms=-1 must be .*write e.g. exchange_ms=1.0"),
+        (lambda: VirtualFleet([10, 20], link_mbit=0), "link_mbit=0 must be above 0; write e.g. link_mbit=1000.0, or"),
         (lambda: VirtualFleet([10, 20], first_report_ms=[1]), "first_report_ms has 1"),
         (lambda: VirtualFleet([10, 20], first_report_ms=[1, math.nan]), "first_report_ms=nan"),
         (lambda: Slowdown(0, 0, -2.0), "factor=-2.0 must be above 0; write e.g. factor=2.0"),

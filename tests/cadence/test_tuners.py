@@ -82,6 +82,13 @@ def test_without_movement_the_anchor_stays():
     assert (che.anchor, che.round_ms, che.batch_counts) == (1, 0.0, (3, 1))
 
 
+@pytest.mark.parametrize("tuner", sorted(TUNERS))
+def test_a_report_without_times_of_steps_changes_neither_anchor_nor_counts(tuner):
+    che = jaxche.ElChe(2, 3, tuner=tuner)
+    after = che.report_timing([0.0, 0.0], [3, 3], 11.0, 5e3)
+    assert (after.anchor, after.batch_counts, after.is_calibrated) == (che.anchor, che.batch_counts, False)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -140,6 +140,15 @@ def test_advice_for_one_replica():
     assert "no multiple of the batch of 32 is better" in advice.summary
 
 
+def test_advice_for_what_is_best_already():
+    best = given_noise(2000).best
+    advice = given_noise(2000, now=best.counts)
+    assert (advice.line, advice.speedup) == ("", 1.0)
+    counts = ":".join(map(str, best.counts))
+    assert advice.summary.endswith(f"{counts} steps between merges (as now) reach a target as soon as any")
+    assert repr(advice.best).startswith(f"Choice({counts} steps in {best.ms:.4g} ms, batch {best.batch:.4g}: ")
+
+
 def test_table_of_advice():
     advice = given_noise(2000, now=(1, 1))
     lines = advice.table().splitlines()

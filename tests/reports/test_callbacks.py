@@ -211,3 +211,11 @@ def test_invalid_interval():
         jaxche.LivePlot(every_s="1 s")
     with pytest.raises(ValueError, match="every_s=True must be a number above 0"):
         jaxche.LivePlot(every_s=True)
+
+
+def test_a_logger_without_a_call_says_what_to_write(round_info):
+    class Mine(jaxche.reports.Logger):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Mine has no __call__; write def __call__\(self, state, info\)"):
+        Mine()(None, round_info())

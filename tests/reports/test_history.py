@@ -22,6 +22,11 @@ def test_efficiency(round_info):
     assert History([round_info(), round_info(round=1)]).seconds == pytest.approx(0.42)
 
 
+def test_learning_rates_are_scaled_where_one_of_them_was(round_info):
+    assert not History([round_info()]).scaled
+    assert History([round_info(), round_info(round=1, progress=2.0)]).scaled
+
+
 def test_idle_replicas_have_no_speed(round_info):
     idle = round_info(counts=(3, 0), wall_ms=(60.0, 0.0), sync_ms=0.0, losses=(1.0, math.nan))
     assert idle.efficiency == pytest.approx(1.0)

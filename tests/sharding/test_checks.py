@@ -137,6 +137,7 @@ def test_parameters_on_another_mesh(devices):
     ("params", "named"),
     [
         ({"m": nn.Dense(2)}, r"\['m'\] is a function, Dense.*parameters are arrays alone"),
+        ({"name": "dense"}, r"\['name'\] is 'dense', not an array; leave it out of params, and close over it"),
         ({}, "params has no arrays"),
         ({"n": np.arange(3)}, r"\['n'\] is int.*move it into step.init"),
     ],
@@ -144,6 +145,11 @@ def test_parameters_on_another_mesh(devices):
 def test_parameters_without_a_gradient(params, named, devices):
     with pytest.raises(ValueError, match=named):
         make(devices[:2]).init(params)
+
+
+def test_a_type_error_of_a_function_that_makes_parameters_stays_as_it_is(devices):
+    with pytest.raises(TypeError, match="Shapes must be 1D sequences"):
+        make(devices[:2]).init(lambda: {"w": jnp.ones("wide")})
 
 
 def test_parameters_in_boxes_with_axes_of_another_mesh(devices):

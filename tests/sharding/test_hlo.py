@@ -45,6 +45,10 @@ PAIRS = ((0, 1), (2, 3))
             ("all-gather", 32, ((0, 1, 2, 3),), 24),
         ),
         (
+            "%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+            ("collective-permute", 32, ((0, 1), (1, 0)), 32),
+        ),
+        (
             "%a = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}",
             ("collective-permute", 32, ((0, 1), (1, 0)), 32),
         ),

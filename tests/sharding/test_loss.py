@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxche import Weighted
 from jaxche.sharding import as_loss, batch_size
+from jaxche.sharding._loss import wanted_names
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,8 @@ def test_a_callable_object_is_a_loss():
 
 
 @pytest.mark.parametrize(
-    "result", [jnp.ones(3), jnp.ones((1,)), jnp.array(3), (jnp.float32(1), {"m": jnp.ones(2)}), (1.0, [])]
+    "result",
+    ["loss", [1.0], jnp.ones(3), jnp.ones((1,)), jnp.array(3), (jnp.float32(1), {"m": jnp.ones(2)}), (1.0, [])],
 )
 def test_refused_results(result):
     with pytest.raises(ValueError, match=r"return|write"):
@@ -48,6 +51,8 @@ def test_refused_results(result):
     [
         ({1: 2.0}, "metric 1 has a name that is no text; write {'1': ...}"),
         ({1: 2.0, "a": 2.0}, "metric 1 has a name that is no text"),
+        ({"a": Weighted(jnp.ones(3), 1.0)}, r"metric 'a' has shape \(3,\); metrics are scalars: write a\.mean\(\)"),
+        ({"a": Weighted(Weighted(1.0, 1.0), 1.0)}, "metric 'a' is Weighted.*, not a number"),
         ({"z": jnp.complex64(1j)}, r"metric 'z' is complex; metrics are real: write jnp\.abs\(z\)"),
     ],
 )
@@ -80,6 +85,10 @@ def test_arguments_without_a_value_are_refused():
             ValueError, match=r"'(step|epoch)' has no value.* come with the batch.* of docs/recipes\.md"
         ):
             as_loss(loss_fn)
+
+
+def test_a_function_of_c_without_a_signature_gets_parameters_and_batch():
+    assert wanted_names(max, "params, batch", ("rng",)) == []
 
 
 def test_a_loss_of_the_arrays_of_a_batch_is_refused_with_the_line_to_write():

@@ -392,3 +392,14 @@ def test_a_step_under_another_mesh_is_refused_with_the_line_to_write(devices):
             jax.jit(lambda state: step(state, batch))(state)
         state, _ = step(state, batch)
     assert int(step(state, batch)[0].index) == 2
+
+
+def test_the_model_state_may_be_made_by_a_function_and_the_parameters_be_arrays(devices):
+    def loss_fn(w, x, model_state):
+        return jnp.mean((x @ w) ** 2), ({}, model_state)
+
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(loss_fn, optax.sgd(0.1), strategy, strategy.mesh(devices[:2]))
+    state = step.init(jnp.ones((4, 2)), lambda: {"mean": jnp.arange(3.0)})
+    np.testing.assert_array_equal(state.model_state["mean"], [0.0, 1.0, 2.0])
+    assert len(state.model_state["mean"].sharding.device_set) == 2
