@@ -339,9 +339,8 @@ class StoreWire(Wire):
 
     def _read_finished(self, stage: int) -> int:
         found = self._objects.read(finished_key(stage), 20)
-        with contextlib.suppress(ValueError):
-            return int(bytes(found[0])) if found else 0
-        return 0
+        text = bytes(found[0]) if found else b""
+        return int(text) if text.isdigit() else 0
 
     def _states(self) -> list[str]:
         """Keys of the saved states of this process, also those of earlier wires, the newest last."""

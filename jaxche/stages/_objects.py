@@ -175,8 +175,6 @@ class Objects:
 
         try:
             yield
-        except FileNotFoundError:
-            raise
         except (BaseError, OSError) as error:
             raise ConnectionError(f"{doing} {key} in {self} failed: {_first_line(error)}") from error
 

@@ -485,3 +485,34 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path)
     with pytest.raises(ValueError, match=r"rng_key has dtype key<fry>, which cannot be stored"):
         model.init([jnp.ones(2)], optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)))
     model.close()
+
+
+def test_a_saved_state_that_was_damaged_or_deleted_is_told(monkeypatch):
+    store = obstore.store.MemoryStore()
+    first, state = wire_of(store), {"w": np.zeros(2, np.float32), "momentum": np.ones(2, np.float32)}
+    first.finish(0, state)
+    first.close()
+    (key,) = [entry["path"] for chunk in store.list() for entry in chunk if "/stage-000-state/" in entry["path"]]
+    again = wire_of(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "read", lambda *args: None)
+        with pytest.raises(ConnectionError, match="was deleted meanwhile: do two processes hold one stage"):
+            again.rejoin(STATE)
+    whole = bytes(store.get(key).bytes())
+    store.put(key, whole[:-1])
+    with pytest.raises(DamagedObjectError, match=r"truncated or altered$"):
+        again.rejoin(STATE)
+    store.put(key, whole)
+    step, found = again.rejoin(STATE)
+    assert step == 1
+    np.testing.assert_array_equal(found["momentum"], state["momentum"])
+    again.close()
+
+
+@pytest.mark.parametrize(("content", "step"), [(b"12", 12), (b"", 0), (b"\0\0", 0)])
+def test_a_damaged_note_of_what_is_finished_deletes_nothing(content, step):
+    wire = wire_of(obstore.store.MemoryStore())
+    assert wire._read_finished(1) == 0
+    wire._objects.replace(_store_run.finished_key(1), [content])
+    assert wire._read_finished(1) == step
+    wire.close()

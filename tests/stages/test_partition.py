@@ -3,6 +3,7 @@
 import operator
 import threading
 import traceback
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ import pytest
 from flax import linen, nnx
 
 import jaxche
-from jaxche.stages import SCHEDULES, Tag, WireClosedError, simulate_schedule
+from jaxche.stages import SCHEDULES, Tag, WireClosedError, _runner, simulate_schedule
 from jaxche.stages._direct import LocalWire
-from jaxche.stages._stage import stage_key
+from jaxche.stages._stage import Stage, stage_key
 
 
 def mean(y, batch):
@@ -354,7 +355,10 @@ def test_refused_calls(make_model):
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
     with pytest.raises(ValueError, match=r"'value'; write e.g. optax.contrib.sam without opaque_mode=True"):
         partitioned.init(model.params, sam)
+    other = partitioned.init(model.params, optax.adam(0.1))
     partitioned.init(model.params, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"state\.opt_state\[0\] is .*Adam.*, but the tx given to init last has"):
+        partitioned.step(other, model.batch)
     with pytest.raises(
         ValueError, match=r"^state is \[.*, not the state of a partitioned model; write state = model.init"
     ):
@@ -523,6 +527,8 @@ def test_a_closed_wire_wakes_who_waits():
     wire.close()
     with pytest.raises(WireClosedError, match="closed while a stage waited"):
         wire.receive(Tag(0, 0, "forward", 0), None, None)
+    with pytest.raises(RuntimeError, match="the loss of step 3 is in this process: its last stage returned it"):
+        wire.read_loss(3)
 
 
 def test_variables_of_a_linen_module_are_no_parameters_of_a_stage():
@@ -532,3 +538,45 @@ def test_variables_of_a_linen_module_are_no_parameters_of_a_stage():
         model.init([whole], optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"params\[0\] is a whole dict"):
         jaxche.Trainer(model, optax.sgd(0.1), replicas=[jax.devices()[:1]]).init([whole])
+
+
+def test_a_process_has_the_output_of_the_model_only_with_all_its_stages(make_model, tmp_path):
+    model = make_model()
+    one = jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path), local_stages=[1])
+    with pytest.raises(ValueError, match=r"apply needs all stages in this process, which has \[1\] of 2; gather"):
+        one.apply(model.params, model.batch)
+    one.close()
+
+
+def test_devices_of_another_process_are_refused(make_model, devices, monkeypatch):
+    model = make_model()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match="of stage 0 belongs to process 0, this is process 1; give the stages of this"):
+        jaxche.Partitioned(model.stages, model.loss, jaxche.Direct(), devices=devices[:2])
+
+
+def test_a_function_of_c_without_a_signature_is_a_stage():
+    assert Stage(0, max)(1, 2, jax.random.key(0)) == 2
+
+
+def test_an_interrupt_while_stages_run_closes_their_wire(make_model, monkeypatch):
+    class Thread(threading.Thread):
+        def join(self, timeout=None):
+            super().join(timeout)
+            raise KeyboardInterrupt
+
+    model = make_model()
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    wire, closed = partitioned._wire, []
+    monkeypatch.setattr(wire, "close", lambda: closed.append(True))
+    monkeypatch.setattr(_runner, "threading", SimpleNamespace(Thread=Thread))
+    plan = partitioned._prepare(model.params, model.batch)[0]
+    with pytest.raises(KeyboardInterrupt):
+        _runner.run_stages(plan, wire, 0, dict(enumerate(model.params)), model.batch)
+    assert closed == [True]
+
+
+def test_a_partitioned_model_says_its_stages_and_protocol(make_model):
+    model = make_model()
+    protocol = jaxche.Pipeline(4)
+    assert repr(jaxche.Partitioned(model.stages, model.loss, protocol)) == f"Partitioned(2 stages, {protocol!r})"

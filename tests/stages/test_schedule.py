@@ -71,6 +71,7 @@ def test_tasks_begin_when_the_chart_says():
     assert all(f">{task}<" in picture for task in ("F0", "F1", "B0", "B1"))
     assert ">ms<" in picture
     assert "bubble 33.3%" in picture
+    assert simulation._repr_html_() == simulation.draw()
 
 
 def test_times_of_other_stages_are_refused():

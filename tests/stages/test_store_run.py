@@ -7,6 +7,7 @@ import time
 import obstore.store
 import pytest
 
+from jaxche.stages import Tag
 from jaxche.stages import _store_run as module
 from jaxche.stages._objects import Objects, open_objects
 from jaxche.stages._store_run import Hello, StoreRun
@@ -217,3 +218,32 @@ def test_hellos_are_exchanged_at_intervals_until_a_state_is_saved(start, monkeyp
     process.run.has_saved_state = True
     process.run.admit()
     assert len(exchanges) == 1
+
+
+def test_of_two_runs_that_go_on_neither_is_taken():
+    run = StoreRun(Objects(obstore.store.MemoryStore(), "memory://", "run"), (0,), 3, 1.0)
+    hellos = [Hello(nonce, (stage,), {}, 32 * nonce) for stage, nonce in ((1, "a"), (2, "b"))]
+    assert run._choose(hellos[:1], True) == 32 * "a"
+    with pytest.raises(ValueError, match="several runs are active in memory://"):
+        run._choose(hellos, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_own"),
+    [
+        (module.tag_key(Tag(3, 0, "forward", 1)), True),
+        (module.tag_key(Tag(3, 0, "backward", 2)), True),
+        (module.tag_key(Tag(3, 0, "forward", 0)), False),
+        (module.loss_key(3, 0, 2), True),
+        (module.state_key(1, 3), True),
+        (module.state_key(2, 3), False),  # the first stage of a process has the states of all
+        (module.finished_key(2), True),
+        (module.finished_key(0), False),
+    ],
+)
+def test_what_a_killed_process_left_half_written_is_deleted_by_the_next_one_alone(tmp_path, key, is_own):
+    partial = tmp_path / "run" / "a" / f"{key}#1"
+    partial.parent.mkdir(parents=True)
+    partial.touch()
+    StoreRun(open_objects(str(tmp_path), "run", {}), (1, 2), 3, 1.0)._set("a")
+    assert partial.exists() != is_own

@@ -176,6 +176,18 @@ def test_the_right_header_over_other_bytes_is_refused():
         decoded(forged(head, b"x" * 64), TREE)
 
 
+def test_a_header_of_the_same_leaves_in_another_form_is_refused():
+    head, *payload = map(bytes, tensors.encode(TREE))
+    with pytest.raises(DamagedObjectError, match="its header is not in the form it was written in"):
+        decoded(forged(head[40:] + b" " * 64, b"".join(payload)), TREE)
+
+
+def test_a_tree_whose_names_are_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(tensors, "_HEADER_LIMIT", 1000)
+    with pytest.raises(ValueError, match=r"whose leaves take .* bytes to name cannot be stored: stack its leaves"):
+        tensors.encode({f"leaf {i} of a long name": np.zeros(1) for i in range(50)})
+
+
 def test_other_versions_and_other_files_are_named():
     for version in (1, 7):
         with pytest.raises(DamagedObjectError, match=f"version {version} of the tensor format"):
