@@ -10,7 +10,7 @@ import pytest
 
 from jaxche.cli import _doctor, _doctor_checks, _doctor_devices, main
 from jaxche.cli._doctor_checks import Finding
-from jaxche.cluster import with_tunables
+from jaxche.cluster import Clock, ClusterInfo, with_tunables
 
 
 def test_a_healthy_machine(capsys, tmp_path):
@@ -145,6 +145,8 @@ def test_unwritable_cache(tmp_path):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
         assert not _doctor_checks.cache().fix
         assert list((tmp_path / "cache").iterdir()) == []
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
+        assert _doctor_checks.cache() == Finding("cache", "gs://bucket/cache")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
@@ -205,3 +207,29 @@ main(["doctor", "--timeout", "0.5"])
     assert found.returncode == 1
     assert "has not started them in 0.5 s" in found.stdout
     assert "JAX_PLATFORMS=cpu jaxche doctor" in found.stdout
+
+
+def test_many_processes_with_clocks_apart(monkeypatch, capsys):
+    report = {"host": "node", "kind": "cpu", "devices": 1, "free": 2.0, "problems": []}
+    clocks = [Clock(0.0, 0.0), *[Clock(1.0, 0.5)] * 16, Clock(-5000.0, 1.0)]
+    monkeypatch.setattr("jaxche.cluster.all_gather", lambda name, mine, timeout_s: [report] * 18)
+    monkeypatch.setattr("jaxche.cluster.clocks", lambda timeout_s: clocks)
+    monkeypatch.setattr("jaxche.cluster.measure_all_reduce", lambda sizes, devices: dict.fromkeys(sizes, 1.0))
+    monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
+    assert _doctor._together([], ClusterInfo(1, 18, "slurm"), 1.0) == 0
+    assert capsys.readouterr().out == ""
+    assert _doctor._together([], ClusterInfo(0, 18, "slurm"), 1.0) == 1
+    out = capsys.readouterr().out
+    assert "clocks     process 17 is -5.0 s ahead of process 0" in out
+    assert "  and 2 more\n" in out
+    assert out.endswith("1 problem(s). Next: chronyd -q\n")
+
+
+def test_devices_that_do_not_start_say_why(monkeypatch):
+    def fails():
+        raise RuntimeError("Unable to initialize backend 'cuda'\nand more")
+
+    monkeypatch.setattr("jaxche.sharding.local_devices", fails)
+    found = _doctor_devices.device_finding()
+    assert found.text == "JAX does not start: Unable to initialize backend 'cuda'"
+    assert found.fix == "JAX_PLATFORMS=cpu jaxche doctor"

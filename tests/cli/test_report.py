@@ -172,3 +172,12 @@ def test_a_result_of_another_form_is_refused_with_the_line_to_write(told, tmp_pa
     path.rename(new)
     assert old == str(path)
     assert main(["report", str(tmp_path)]) == 0
+
+
+def test_the_page_is_opened_in_the_browser(tmp_path, capsys, history, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    history().to_json(tmp_path / "history.jsonl")
+    assert main(["report", str(tmp_path), "--open"]) == 0
+    assert opened == [(tmp_path / "report.html").as_uri()]
+    assert "next:" not in capsys.readouterr().out

@@ -7,7 +7,7 @@ from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import TUNERS, ApplyPolicy
 from jaxche.cli import _settings
 from jaxche.cli._main import make_parser
-from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
+from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, require, trainer_options
 from jaxche.cluster import SCHEDULERS
 from jaxche.scaling import AdaScale
 from jaxche.training import DEFAULT_CADENCE
@@ -65,6 +65,8 @@ def test_options_become_settings():
         *DEFAULT_CADENCE.values(),
         5,
     )
+    assert cadence(parse("--overhead-target", "0.2"), 2).tuner == "steady"
+    assert cadence(parse("--overhead-target", "0.2", "--tuner", "seed"), 2).tuner == "seed"
     assert policies(parse()) == ("cadence",)
     assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
     compared = parse("--compare", "sync,cadence", "--merge", "batch")
@@ -95,3 +97,9 @@ def test_options_of_auto():
     # In a comparison they are of the other policies.
     compared = parse("--compare", "auto,cadence", "--anchor", "4", "--merge", "batch")
     assert trainer_options(compared, "auto") == {"policy": "auto", "seed": 0, "merge": "batch"}
+
+
+def test_packages_of_a_task_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setitem(_settings.TASKS, "digits", ("digits", ("no_such_package.inner", "numpy")))
+    with pytest.raises(ImportError, match=r"task digits needs no_such_package.inner; write: pip install"):
+        require("digits")

@@ -1,13 +1,16 @@
 """`jaxche train --protocol`."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
-from jaxche.cli import main
+import jaxche
+from jaxche.cli import _stages, _tasks, main
 from jaxche.cli._main import make_parser
 from jaxche.cli._stages import train
-from jaxche.cli._tasks import text_stages
+from jaxche.cli._tasks import TextStages, text_stages
 from jaxche.cluster import ClusterInfo
 
 
@@ -134,3 +137,46 @@ def test_version_mismatch(protocol, monkeypatch, capsys):
     monkeypatch.setattr("jaxche.cluster.initialize", refuse)
     assert main(["train", "--task", "text", "--protocol", protocol]) == 2
     assert capsys.readouterr().err == "jaxche train: error: the processes run other versions\n"
+
+
+def small_stages(n_stages, batch_size, seed):
+    """Two stages that guess the next of five characters."""
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, 5, (100, 4)).astype(np.uint8)
+    stages = [lambda p, window: jax.nn.one_hot(window[:, :-1], 5) @ p["w"], lambda p, x: x @ p["w"]]
+    params = [{"w": rng.normal(size=shape).astype(np.float32)} for shape in ((5, 3), (3, 5))]
+    return TextStages(stages, params, jaxche.Batches(windows[:10], batch_size, seed), windows[10:])
+
+
+def test_epochs_of_whole_batches_end_with_an_evaluation_and_are_resumed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_tasks, "text_stages", small_stages)
+    words = ("--protocol", "store", "--store", str(tmp_path), "--batch-size", "4")
+    assert train(parse(*words, "--epochs", "1"), 2, None) == 0
+    first, step, test = capsys.readouterr().out.splitlines()
+    assert first.startswith("task text in 2 stages of 15, 15 parameters, ")
+    assert step.startswith("step 2 of 2: loss ")  # the last batch of two is left out
+    assert test.startswith("test loss ")
+    assert train(parse(*words, "--epochs", "2"), 2, None) == 0
+    _, resumed, step, _ = capsys.readouterr().out.splitlines()
+    assert resumed == "resumed at step 2"
+    assert step.startswith("step 4 of 4: loss ")
+
+
+def test_all_of_the_test_data_is_evaluated():
+    task = small_stages(2, 4, 0)
+    assert len(task.test) > _stages._TEST_CHUNK
+    model = jaxche.Partitioned(task.stages, task.loss, jaxche.Direct())
+    loss, accuracy = _stages._evaluate(model, SimpleNamespace(params=task.params), task)
+    logits = np.eye(5)[task.test[:, :-1]] @ task.params[0]["w"] @ task.params[1]["w"]
+    assert accuracy == pytest.approx(np.mean(logits.argmax(-1) == task.test[:, 1:]))
+    chosen = np.take_along_axis(logits, task.test[:, 1:, None].astype(int), -1)[..., 0]
+    assert loss == pytest.approx(np.mean(np.log(np.exp(logits).sum(-1)) - chosen), rel=1e-5)
+
+
+def test_a_single_process_has_a_cpu_device_for_each_stage(monkeypatch):
+    trained = []
+    monkeypatch.setattr(_stages, "join", lambda: ClusterInfo(0, 1, "none"))
+    monkeypatch.setattr(_stages, "train", lambda args, n_stages, local: trained.append((n_stages, local)))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: trained.append((name, value)))
+    _stages.run_stages(parse("--protocol", "direct", "--stages", "3"), {})
+    assert trained == [("jax_num_cpu_devices", 3), (3, None)]

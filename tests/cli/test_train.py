@@ -1,11 +1,14 @@
 """`jaxche train` in this process."""
 
+import json
 import os
 from argparse import Namespace
 
+import numpy as np
 import pytest
 
-from jaxche.cli import main
+import jaxche
+from jaxche.cli import _replay, _worker, main
 from jaxche.cli._worker import work
 from jaxche.cluster import ClusterInfo
 
@@ -93,3 +96,51 @@ def test_hang_timeout_of_launcher_or_process(monkeypatch):
     )
     assert main(["train", "--task", "digits", "--hang-timeout", "9"]) == 0
     assert seen == ["9"]
+
+
+def test_replay_of_a_comparison(tmp_path, capsys):
+    (tmp_path / "result.json").write_text(json.dumps({"arguments": {"compare": ["sync", "auto"]}, "devices": ["cpu"]}))
+    assert main(["train", "--replay", str(tmp_path)]) == 2
+    assert "was a comparison; run one policy by itself, and replay that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.25, float("nan")])
+def test_a_replay_with_other_parameters_says_where_and_fails(gap, tmp_path, monkeypatch, capsys, round_info):
+    class Trainer:
+        def __init__(self, loss_fn, tx, **options):
+            pass
+
+        def init(self, params):
+            return params
+
+        def replay(self, state, data, record):
+            return state, record
+
+        def params(self, state):
+            return {"kernel": np.ones(2, np.float32) + np.array([0.0, gap], np.float32)}
+
+    task = Namespace(loss_fn=None, tx=None, data=None, init=lambda seed: (None,))
+    monkeypatch.setattr(_replay, "load", lambda *given: task)
+    monkeypatch.setattr(_replay, "trainers", lambda *given: (None, [{}]))
+    monkeypatch.setattr(_replay, "Trainer", Trainer)
+    monkeypatch.setattr(_replay, "read_params", lambda folder: {"kernel": np.ones(2, np.float32)})
+    jaxche.History([round_info()]).to_json(tmp_path / "history.jsonl")
+    args = Namespace(replay=str(tmp_path), task="digits", batch_size=None, learning_rate=None, seed=0)
+    if gap == 0.0:
+        _replay.replay(args)
+        assert "the same parameters, bit for bit" in capsys.readouterr().out
+        return
+    with pytest.raises(SystemExit, match="1"):
+        _replay.replay(args)
+    err = capsys.readouterr().err
+    assert f"ended with other parameters: kernel by up to {gap:.2g}; other devices or versions round" in err
+
+
+def test_the_pace_of_the_launcher_is_kept_and_told(monkeypatch):
+    monkeypatch.setenv("JAXCHE_PACE_MS", "20")
+    assert _worker._paces(Namespace(pace=None, ratios=None), None, None, 2) == (None, ())
+    assert os.environ["JAXCHE_PACE_MS"] == "20"
+    data = jaxche.Batches(np.ones((8, 2)), 4)
+    header = _worker._header(Namespace(name="digits", data=data), {"w": np.ones(3)}, 1, None, ())
+    assert header.splitlines()[1] == "  3 parameters, 1 epoch of 2 batches of 4"
+    assert header.endswith(", paced by JAXCHE_PACE_MS")
