@@ -229,8 +229,6 @@ def _configure(elastic: bool) -> None:
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), flags)
     # By default CUDA numbers the fastest GPU 0, while schedulers and the driver number by slot.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
         register_cpu_client()
     if _PREEMPTION_SERVICE not in os.environ:

@@ -1,7 +1,10 @@
 """Detection of the launcher."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from jaxche.cluster import _connect
 from jaxche.cluster._detect import Detected, detect
 
 LAUNCHED = {"JAXCHE_COORDINATOR": "127.0.0.1:1", "JAXCHE_NUM_PROCESSES": "2", "JAXCHE_PROCESS_ID": "1"}
@@ -130,3 +133,10 @@ def test_process_numbers_from_the_scheduler(scheduler, local_id):
 def test_a_number_of_processes_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='4x' must be the number of processes"):
         detect(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4x"})
+
+
+def test_a_scheduler_that_jax_does_not_find_is_an_error(monkeypatch):
+    cluster = SimpleNamespace(is_env_present=lambda: False)
+    monkeypatch.setitem(_connect._CLUSTERS, "k8s", cluster)
+    with pytest.raises(RuntimeError, match="JAX does not find the scheduler 'k8s' in this process"):
+        _connect.resolve_scheduler(Detected("k8s"), 10.0)

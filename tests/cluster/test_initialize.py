@@ -331,3 +331,20 @@ def test_elastic_runs_wait_in_a_collective_as_long_as_their_heartbeats(monkeypat
     with pytest.raises(ValueError, match="JAXCHE_HEARTBEAT_TIMEOUT='soon'"):
         module._configure(elastic=True)
     module._configure(elastic=False)  # it has no such heartbeats
+
+
+def test_a_coordinator_that_cannot_be_asked_refuses_nobody(monkeypatch):
+    monkeypatch.delenv("JAXCHE_LIVENESS", raising=False)
+    monkeypatch.setattr(connecting, "is_alive", lambda *asked: pytest.fail(f"asked {asked}"))
+    connecting._refuse_second(Detected("slurm", "node1:1234", 2, 1))
+
+
+def test_sigterm_ends_a_process_that_is_the_first_of_its_container(monkeypatch):
+    handlers, codes = {}, []
+    monkeypatch.setattr(module.os, "getpid", lambda: 1)
+    monkeypatch.setattr(module.os, "_exit", codes.append)
+    monkeypatch.setattr(module.signal, "getsignal", lambda number: module.signal.SIG_DFL)
+    monkeypatch.setattr(module.signal, "signal", handlers.__setitem__)
+    module._exit_on_sigterm_as_process_1()
+    handlers[module.signal.SIGTERM](module.signal.SIGTERM, None)
+    assert codes == [143]

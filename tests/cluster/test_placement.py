@@ -1,11 +1,12 @@
 """GPUs, cores and variables of each rank."""
 
 import os
+import subprocess
 
 import pytest
 
 from jaxche.cluster import count_gpus
-from jaxche.cluster._gpus import default_platform, gpu_ids, parse_listing, visible_gpus
+from jaxche.cluster._gpus import default_platform, gpu_ids, nvidia_smi, parse_listing, visible_gpus
 from jaxche.cluster._placement import Placement, assign_placements, pinned, rank_environment
 
 LISTING = """\
@@ -28,6 +29,15 @@ def test_gpus_from_variable_or_nvidia_smi(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")
     assert count_gpus() == 0
+
+
+def test_a_driver_that_hangs_shows_no_gpus(monkeypatch):
+    def hangs(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert nvidia_smi("-L") == (124, "no answer in 30 s")
+    assert gpu_ids({}) == []
 
 
 def test_a_container_without_nvidia_smi_has_gpus_too(monkeypatch, tmp_path):

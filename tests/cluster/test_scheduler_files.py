@@ -596,3 +596,8 @@ def test_out_is_the_file_that_would_be_printed(capsys, tmp_path):
     assert capsys.readouterr().out == f"written to {tmp_path / 'train.sh'}\n"
     written = (tmp_path / "train.sh").read_text()
     assert written.replace(f" -o {tmp_path / 'train.sh'}", "") == printed
+
+
+def test_a_file_needs_a_command():
+    with pytest.raises(ValueError, match=r"there is no command\. Write: jaxche launch --emit slurm "):
+        emit("slurm", [], "2")
