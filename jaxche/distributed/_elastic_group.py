@@ -167,8 +167,6 @@ class ElasticGroup(Group):
 
     def end_fit(self) -> None:
         """Answer the processes that still request admission to this fit."""
-        if self.standby:
-            return
         self.client.key_value_set(f"{_ENDED_FITS}/{self._fit}/0", "", allow_overwrite=True)
         for process, request in self._requests().items():
             if process not in self.members:

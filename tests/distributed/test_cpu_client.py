@@ -99,3 +99,22 @@ def test_process_0_starts_a_second_client_whoever_else_writes(store):
     assert _cpu_client.start_cpu_client(monkeypatched, start) == "client"
     with pytest.raises(RuntimeError, match="another"):
         _cpu_client.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))
+
+
+@pytest.mark.parametrize("failures", [_cpu_client._ATTEMPTS - 1, _cpu_client._ATTEMPTS])
+def test_after_some_attempts_the_error_of_the_second_client_is_raised(failures):
+    calls = []
+
+    def start():
+        calls.append("start")
+        if len(calls) <= failures:
+            raise RuntimeError("ALREADY_EXISTS: key")
+        return "client"
+
+    store = SimpleNamespace(key_value_delete=lambda key: None)
+    if failures < _cpu_client._ATTEMPTS:
+        assert _cpu_client.start_cpu_client(store, start) == "client"
+    else:
+        with pytest.raises(RuntimeError, match="ALREADY_EXISTS"):
+            _cpu_client.start_cpu_client(store, start)
+    assert len(calls) == _cpu_client._ATTEMPTS

@@ -1,8 +1,11 @@
 """Quorums: which process may propose the next one, and which are left out. The store is a dict, deaths are given."""
 
+import contextlib
 import json
+import queue
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxche.distributed import PeerLostError, TakenForDeadError
@@ -157,3 +160,98 @@ def test_a_process_leaves_at_once(groups, monkeypatch):
     zero.leave()
     assert ends == ["shutdown"]
     assert zero._liveness.stopped
+
+
+def test_a_member_may_end_alone(groups):
+    (zero, *_), _ = groups
+    assert zero.ends_together()
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_the_state_is_sent_as_long_as_its_candidate_is_alive(groups, monkeypatch, is_dead):
+    (zero, *_), dead = groups
+    sent = []
+
+    def send_state(sock, message, state, waiting):
+        waiting()
+        sent.append(message)
+
+    monkeypatch.setattr(module, "connect", lambda address, text, timeout_s: contextlib.nullcontext())
+    monkeypatch.setattr(module, "send_state", send_state)
+    dead |= {(2, 2)} if is_dead else set()
+    zero._send(["127.0.0.1", 1], {2: 2}, {"order": [0]}, [])
+    assert sent == ([] if is_dead else [{"order": [0]}])
+
+
+def test_a_candidate_takes_the_state_of_its_own_quorum(groups):
+    (_, _, two), dead = groups
+    accepted, closed = queue.SimpleQueue(), []
+    for text in ("3", "4"):
+        accepted.put((SimpleNamespace(name=text, close=lambda text=text: closed.append(text)), text))
+    assert two._sender_of("4", accepted, {0: 1}).name == "4"
+    assert closed == ["3"]
+    dead.add((0, 1))
+    with pytest.raises(PeerLostError, match="process 0 died while it sent its state"):
+        two._sender_of("4", accepted, {0: 1})
+
+
+@pytest.fixture
+def candidate(groups, monkeypatch):
+    """Process 2 in standby, once the others have gone on without it, and those that are dead."""
+    monkeypatch.setattr(module, "_POLL_MS", 1)
+    (zero, one, two), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    two._liveness.incarnation, two._fit = 2, 1
+    two._liveness.end_run = lambda: dead.add("the run")
+    return zero, two, dead
+
+
+def test_a_candidate_that_is_refused_says_why(candidate):
+    zero, two, _ = candidate
+    zero.refuse(2, 2, "it differs in code")
+    with pytest.raises(RuntimeError, match="process 2 cannot join the run: it differs in code"):
+        two._wait_for_answer()
+
+
+def test_a_candidate_of_a_run_without_members_ends_it(candidate):
+    _, two, dead = candidate
+    dead |= {(0, 1), (1, 1)}
+    with pytest.raises(RuntimeError, match="process 2 cannot join the run: all its members have died"):
+        two._wait_for_answer()
+    assert "the run" in dead
+
+
+def test_a_quorum_that_cannot_be_written_is_a_lost_peer(groups, store, monkeypatch):
+    def fails(*given):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    (zero, *_), _ = groups
+    monkeypatch.setattr(store, "key_value_set", fails)
+    with pytest.raises(PeerLostError, match="the store of the run cannot be reached"):
+        zero._decide(module.Quorum({0: 1}, [1, 2], None))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_topology_that_is_gone_is_written_again(groups, store, monkeypatch, there):
+    monkeypatch.setattr(module, "_TOPOLOGY_MS", 1)
+    monkeypatch.setattr(store, "blocking_key_value_get_bytes", store.blocking_key_value_get, raising=False)
+    (_, one, _), _ = groups
+    one._restore_topology()
+    assert not dict(store.key_value_dir_get(module.TOPOLOGY))
+    one._topology = b"old"
+    if there:
+        store.key_value_set(module.TOPOLOGY, b"new")
+    one._restore_topology()
+    wanted = b"new" if there else b"old"
+    assert (one._topology, dict(store.key_value_dir_get(module.TOPOLOGY))) == (wanted, {module.TOPOLOGY: wanted})
+
+
+def test_a_run_whose_coordinator_detects_no_deaths_is_refused_with_the_line_to_write(store, monkeypatch):
+    monkeypatch.setattr(module, "_ADDRESS_MS", 1)
+    monkeypatch.delenv("JAXCHE_LIVENESS", raising=False)
+    with pytest.raises(RuntimeError, match=r"Write: jaxche.initialize\(elastic=True\) in place of"):
+        module._liveness_address(store)
+    monkeypatch.setenv("JAXCHE_LIVENESS", '["node1", 7]')
+    for _ in range(2):  # another process has written it, too
+        assert module._liveness_address(store) == ["node1", 7]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxche.distributed import Group, RankError, _group
+from jaxche.distributed import Group, PeerLostError, RankError, _group
 
 
 class Store:
@@ -235,3 +235,39 @@ def test_a_value_that_is_handed_on_leaves_no_key():
     with ThreadPoolExecutor(size) as pool:
         assert list(pool.map(relay, groups)) == [[[2, 0]] * 5] * size
     assert len(store.values) == size  # the last all-gather
+
+
+def test_another_error_of_the_store_than_a_timeout_is_raised():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"), _group.suppress_timeout():
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: the coordinator is gone")
+
+
+def test_a_wait_for_a_process_has_an_end(pair, monkeypatch):
+    monkeypatch.setattr(_group, "_TIMEOUT_MS", 0)
+    with pytest.raises(TimeoutError, match="process 1 did not set key within 0 s"):
+        pair[0].receive("key", 1)
+
+
+@pytest.mark.parametrize("all_end", [True, False])
+def test_whether_the_others_end_too(pair, all_end):
+    def wait_at_barrier(name, timeout_ms):
+        if not all_end:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    pair[0].client.wait_at_barrier = wait_at_barrier
+    assert pair[0].ends_together() == all_end
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (ValueError("an argument"), False),
+        (ValueError("Gloo all-reduce failed"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL"), True),
+    ],
+)
+def test_which_errors_of_a_program_are_those_of_a_lost_process(pair, error, is_lost):
+    with pytest.raises(PeerLostError if is_lost else type(error), match=str(error)), pair[0].collective():
+        raise error
+    with pytest.raises(type(error)), Group(SimpleNamespace(num_processes=1)).collective():
+        raise error

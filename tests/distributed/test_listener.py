@@ -265,14 +265,19 @@ def test_a_run_that_meets_on_the_loopback_listens_there(coordinator):
     assert own_address(coordinator.replace("127.0.0.1", "localhost")) == "127.0.0.1"
 
 
-def test_a_machine_whose_own_name_is_on_the_loopback_gives_the_address_of_its_route(coordinator, monkeypatch):
+@pytest.mark.parametrize("own", [None, "10.0.0.7"])
+def test_a_machine_whose_own_name_is_on_the_loopback_gives_the_address_of_its_route(coordinator, monkeypatch, own):
     port = coordinator.rpartition(":")[2]
     connecting, route = socket.create_connection, []
 
     class Route(socket.socket):
         def connect(self, where):
             route.append((self.type, where[0]))
-            raise OSError("Network is unreachable")
+            if own is None:
+                raise OSError("Network is unreachable")
+
+        def getsockname(self):
+            return own, 1234
 
     def connect_here(where, timeout):
         sock = connecting(("127.0.0.1", where[1]), timeout)
@@ -280,5 +285,5 @@ def test_a_machine_whose_own_name_is_on_the_loopback_gives_the_address_of_its_ro
         return sock
 
     monkeypatch.setattr(module.socket, "create_connection", connect_here)
-    assert own_address(f"node1:{port}") == "127.0.0.1"  # the only one it has
+    assert own_address(f"node1:{port}") == (own or "127.0.0.1")  # the only one it has
     assert route == [(socket.SOCK_DGRAM, "192.0.2.1")]

@@ -373,3 +373,39 @@ def test_a_replacement_that_ends_at_once_ends_its_predecessor():
     assert [*server._peers.values()] == [(0, 1)]
     server.close()
     own[1].close()
+
+
+def test_a_wait_for_a_key_ends_where_a_merge_has_failed(run, store, monkeypatch):
+    monkeypatch.setattr(client_module, "_SLICE_MS", 10)
+    _, connected = run
+    zero, _ = connected(0), connected(1)
+    store.key_value_set("failures/1/1", "")
+    with pytest.raises(PeerLostError, match="a merge failed in another process"):
+        zero.wait_for_key("missing", {1: 1}, unless="failures/1/")
+
+
+def test_whether_the_server_can_be_reached(run, monkeypatch):
+    def refused():
+        raise ConnectionRefusedError
+
+    _, connected = run
+    zero = connected(0)
+    assert zero.is_connected
+    with monkeypatch.context() as patch:
+        patch.setattr(zero, "_connect", refused)
+        assert not zero.is_connected
+
+
+def test_a_connection_that_breaks_ends_its_process_and_open_questions_end_with_the_server():
+    class Broken:
+        def recv(self, size):
+            raise ConnectionResetError
+
+    server, (ours, theirs), broken = LivenessServer("127.0.0.1"), socket.socketpair(), Broken()
+    server._questions[theirs] = 1
+    dropped, server._drop = [], lambda sock: dropped.append(sock)
+    server._read(broken)
+    assert dropped == [broken]
+    server.close()
+    assert theirs.fileno() == -1
+    ours.close()

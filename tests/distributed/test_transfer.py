@@ -105,3 +105,22 @@ def test_while_nothing_moves_it_asks_whether_the_peer_is_alive(monkeypatch):
             module.receive_state(there, lost)
         with pytest.raises(PeerLostError, match="process 0 died"):
             module.send_state(here, MESSAGE, [np.zeros(10_000_000, np.uint8)], lost)
+
+
+def test_a_member_that_is_slow_is_waited_for_and_one_that_is_gone_is_lost():
+    class Slow:
+        def __init__(self, *events):
+            self._events = list(events)
+
+        def recv_into(self, view):
+            event = self._events.pop(0)
+            if isinstance(event, Exception):
+                raise event
+            view[: len(event)] = event
+            return len(event)
+
+    waited = []
+    data, _ = module._receive(Slow(b"ab", TimeoutError(), b"cd"), 4, 0, lambda: waited.append(1))
+    assert (bytes(data), waited) == (b"abcd", [1])
+    with pytest.raises(PeerLostError, match="the member that sent its state is gone: reset"):
+        module._receive(Slow(b"ab", ConnectionResetError("reset")), 4, 0, lambda: None)

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT, delayed_interrupt
+from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT, delayed_interrupt, on_sigterm
 from jaxche.distributed._watchdog import Watchdog
 
 
@@ -78,3 +79,17 @@ def test_an_interrupt_waits_for_the_end_of_its_context_but_not_a_second_one():
         assert signal.getsignal(signal.SIGINT) == before
     assert reached == [1, 2]
     interrupted(0)
+
+
+def test_a_thread_gets_no_signals():
+    called = []
+
+    def work():
+        before = signal.getsignal(signal.SIGTERM)
+        with on_sigterm(lambda: called.append("action")):
+            called.append(signal.getsignal(signal.SIGTERM) == before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert called == [True]
