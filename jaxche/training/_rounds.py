@@ -427,7 +427,7 @@ class Rounds:
             (epoch, cursor), steps = plan.end, state.steps + plan.total
             examples = state.examples + plan.total * self._engine.batch_size
             state = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
-            if end.is_reached(state) or max(map(len, keys)) >= depth:
+            if end.is_reached(state) or max(map(len, keys), default=0) >= depth:
                 break
             plan = self._plan(state, plan.epoch_size, end)
             for own, rank in zip(keys, self._engine.ranks, strict=True):
