@@ -10,6 +10,7 @@ from jaxche.data._batches import checked_length as checked_length
 from jaxche.data._batches import join_pieces as join_pieces
 from jaxche.data._batches import reading as reading
 from jaxche.data._checks import non_finite_leaves as non_finite_leaves
+from jaxche.data._checks import sequence_of as sequence_of
 from jaxche.data._iterator_state import from_json as from_json
 from jaxche.data._iterator_state import to_json as to_json
 from jaxche.data._reader import Reader as Reader

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
-from jaxche.data._checks import is_nondeterministic, refuse_other_length
+from jaxche.data._checks import is_nondeterministic, refuse_other_length, sequence_of
 from jaxche.messages import brief, short_traceback
 from jaxche.sharding import batch_size, without_axes
 
@@ -334,7 +334,7 @@ class SequenceReader:
         """Read one batch now, on the calling thread."""
         epoch, index = key
         if epoch not in self._epochs:
-            sequence = self.data.epoch(epoch) if hasattr(self.data, "epoch") else self.data
+            sequence = sequence_of(self.data, epoch)
             if hasattr(sequence, "__len__"):
                 refuse_other_length(epoch, len(sequence), len(self.data))
             self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: reading(sequence)}

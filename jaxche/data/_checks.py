@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxche.messages import brief
+
+
+def sequence_of(data: Any, epoch: int) -> Any:
+    """The batches of an epoch: what the method ``epoch`` of the data returns, or the data if it has no such method."""
+    if not callable(method := getattr(data, "epoch", None)):  # an attribute may be a count of epochs
+        return data
+    kind = type(data).__name__
+    try:
+        inspect.signature(method).bind(epoch)
+    except TypeError:
+        raise ValueError(
+            f"the method epoch of the {kind} does not take the epoch, and the trainer calls data.epoch({epoch}) for "
+            "the batches of that epoch; write def epoch(self, e): ... return batches, or rename a method that is about "
+            "something else"
+        ) from None
+    except ValueError:  # of a function without a signature
+        pass
+    if not hasattr(found := method(epoch), "__getitem__"):
+        raise ValueError(
+            f"data.epoch({epoch}) of the {kind} returned {brief(found)}, not a sequence with data[i]; return the "
+            "batches of that epoch as one, e.g. a list, or pass data=jaxche.Stream(data.epoch), which reads an iterable"
+        )
+    return found
 
 
 def refuse_other_length(epoch: int, length: int, size: int) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import split_by_ratio
-from jaxche.data import as_batch, as_stream, checked_length, is_stream, reading
+from jaxche.data import as_batch, as_stream, checked_length, is_stream, reading, sequence_of
 from jaxche.distributed import Group
 from jaxche.replicas import LocalState, Placement, drop_replica_axis, numeric_settings
 from jaxche.sharding import batch_size
@@ -320,7 +320,7 @@ def batches_of(data: Any) -> Iterator[Any]:
     """The batches of a sequence or of a stream, in order."""
     if is_stream(data):
         return map(as_batch, as_stream(data).iterable(0))
-    return map(data.__getitem__, range(len(data)))
+    return map(sequence_of(data, 0).__getitem__, range(len(data)))
 
 
 def _stream_part(trainer: Rounds) -> Part:
@@ -336,7 +336,7 @@ def _sources(group: Group, data: Any, size: int | None, parts: Sequence[Part]) -
         if source.first is None:
             raise ValueError("data has no batches; give at least one")
         return dict.fromkeys(parts[0].ranks, source)
-    sequence, own, found = data.epoch(0) if hasattr(data, "epoch") else data, group.process_index, {}
+    sequence, own, found = sequence_of(data, 0), group.process_index, {}
     for part in parts:
         if own in part.processes and part.batches:
             pads = len(part.processes) > 1

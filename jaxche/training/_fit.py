@@ -319,6 +319,7 @@ class _Arguments(NamedTuple):
             limits = limits | {"epochs": 1}
         end = End.of_fit(state, **limits)
         size = trainer._readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
+        self._warn_of_equal_epochs(state, end, size, trainer._group.is_leader)
         every = {name: as_every(name, value) for name, value in self.frequencies.items()}
         end = end._replace(stops=tuple(one.steps for one in every.values() if one is not None and one.steps))
         self._refuse_unused(every)
@@ -334,6 +335,20 @@ class _Arguments(NamedTuple):
         if program is not None:
             check_evaluation(trainer, state, self.evaluation.data, program, self.evaluation.metrics)
         return _Checked(end, size, callbacks, every, program, config, texts)
+
+    def _warn_of_equal_epochs(self, state: TrainerState, end: End, size: int, is_leader: bool) -> None:
+        """Warn of a sequence with ``set_epoch()``, which is called for streams, if the fit has more than one epoch."""
+        data = self.data
+        if is_stream(data) or callable(getattr(data, "epoch", None)) or not callable(getattr(data, "set_epoch", None)):
+            return
+        is_one = end.epochs == state.epoch + 1 or (end.steps is not None and end.steps - state.steps <= size)
+        if is_leader and not is_one:
+            _log.warning(
+                "data is a %s with set_epoch(), which is called for a stream only: all epochs of this fit have the "
+                "same batches in the same order. For another order in each, give it a method epoch(e) that returns the "
+                "batches of epoch e, or write jaxche.Stream(lambda epoch: batches(epoch))",
+                type(data).__name__,
+            )
 
     def _refuse_unused(self, every: dict[str, Every | None]) -> None:
         """Refuse arguments without the one that they are about."""

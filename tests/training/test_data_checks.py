@@ -319,3 +319,63 @@ def test_integers_that_fit_are_taken_as_they_are(devices):
     assert end([{"x": x, **ends} for x in ROWS]) == -(2**31)
     with jax.enable_x64(True):
         assert end([{"x": x, "small": np.full(6, 2**40)} for x in ROWS]) == 2**40
+
+
+class Counted:
+    """Batches with an attribute ``epoch``, as of a data set that counts its epochs."""
+
+    def __init__(self, data, epoch=3):
+        self._data, self.epoch = data, epoch
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, i):
+        return self._data[i]
+
+
+class SetsEpoch(Counted):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_an_attribute_epoch_that_is_no_method_is_left_alone(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync")
+    start, plain = trainer.init(problem.params), [problem.data[i] for i in range(12)]
+    expected, _ = trainer.fit(start, plain, epochs=2, progress=False)
+    state, _ = trainer.fit(start, Counted(problem.data), epochs=2, validation=Counted(problem.data), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, trainer.params(state), trainer.params(expected))
+    assert trainer.evaluate(state, Counted(problem.data)) == trainer.evaluate(state, plain)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "message"),
+    [
+        (lambda: 3, r"method epoch of the Counted does not take the epoch.*def epoch\(self, e\)"),
+        (lambda e: None, r"data\.epoch\(0\) of the Counted returned None.*return the batches"),
+        (lambda e: iter([]), r"data\.epoch\(0\) of the Counted returned <list_iterator.*jaxche\.Stream\(data\.epoch\)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda trainer, state, data, bad: trainer.fit(state, bad, progress=False),
+        lambda trainer, state, data, bad: trainer.fit(state, data, validation=bad, progress=False),
+        lambda trainer, state, data, bad: trainer.evaluate(state, bad),
+    ],
+)
+def test_a_method_epoch_of_another_kind_is_refused(problem, devices, epoch, message, use):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=message):
+        use(trainer, trainer.init(problem.params), problem.data, Counted(problem.data, epoch))
+    assert trainer.last_good_state is None or trainer.last_good_state.round == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "warns"),
+    [({"epochs": 2}, True), ({"max_steps": 13}, True), ({"epochs": 1}, False), ({"max_steps": 12}, False)],
+)
+def test_a_set_epoch_that_is_not_called_is_told(problem, devices, caplog, limits, warns):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    trainer.fit(trainer.init(problem.params), SetsEpoch(problem.data), progress=False, **limits)
+    assert ("SetsEpoch with set_epoch(), which is called for a stream only" in caplog.text) == warns
