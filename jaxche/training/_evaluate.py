@@ -219,6 +219,11 @@ class MetricProgram:
 
 def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metrics: Any = None) -> MetricProgram:
     """The program of a metric function, reused from an earlier evaluation if there is one."""
+    if isinstance(metrics, type):
+        raise ValueError(
+            f"metrics={metrics.__name__} is a class; write metrics={metrics.__name__}(), with its arguments, such as "
+            "nnx.metrics.Average('loss') for the mean of the argument loss"
+        )
     if metrics is not None and (metric_fn is None or not hasattr(metrics, "update") or not hasattr(metrics, "compute")):
         raise ValueError(
             f"metrics={type(metrics).__name__} needs update() and compute(), and a metric_fn that returns the "

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from jaxche.averaging import path_names
 from jaxche.messages import brief, short_traceback
-from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
+from jaxche.sharding import RNG_NAMES, loss_and_aux, not_floats, wanted_names
 from jaxche.training._optimizer_checks import shapes_of_state
 
 if TYPE_CHECKING:
@@ -116,11 +116,23 @@ def linen_loss(
             collections.update({name: updated[name] for name in collections if name in updated})
             return (output, {name: updated[name] for name in wanted if name in updated}) if wanted else output
 
-        named = {name: params if name == "params" else jax.random.fold_in(rng, len(rngs)) for name in wanted}
+        named = {name: params if name == "params" else jax.random.fold_in(rng, len(names)) for name in wanted}
         loss, metrics = loss_and_aux(loss_fn(apply, batch, **named))
-        return loss, (metrics, None if model_state is None else collections)
+        if model_state is None:
+            return loss, (metrics, None)
+        after = {name: _frozen_as(model_state[name], value) for name, value in collections.items()}
+        return loss, (metrics, _frozen_as(model_state, after))
 
     return call
+
+
+def _frozen_as(given: Any, found: Any) -> Any:
+    """The collection ``found`` as a ``FrozenDict``, if ``given`` is one: ``module.apply`` returns plain dicts."""
+    from flax.core import FrozenDict, freeze, unfreeze
+
+    if isinstance(given, FrozenDict):
+        return freeze(found)
+    return unfreeze(found) if isinstance(found, FrozenDict) else found
 
 
 class NNXLoss:
@@ -204,6 +216,13 @@ class NNXLoss:
                 f"wrt={_filter_name(self._wrt)} selects no variable of the model; write wrt=nnx.Param for all "
                 "parameters, or wrt=nnx.LoRAParam for adapters"
             )
+        if other := next(((name, kind) for name, _, kind in not_floats(self.params, "") if kind is not None), None):
+            filtered = _filter_name(self._wrt)
+            raise ValueError(
+                f"wrt={filtered} selects {other[0]}, which is {other[1]}, and an optimizer trains floats. If it is a "
+                f"count or a key of a random stream, write wrt=nnx.All(nnx.Param, {filtered}); if it is an nnx.Param, "
+                "hold it in a variable of a type of its own: class Table(nnx.Variable): pass"
+            )
         self.model_state = nnx.to_pure_dict(self._rest)
 
         def paths(kind: type) -> dict[Any, Any]:
@@ -212,6 +231,7 @@ class NNXLoss:
         self._keys, self._streams = sorted(paths(nnx.RngKey), key=str), list(paths(nnx.RngState))
         self.metric_names = [".".join(map(str, path)) for path in paths(nnx.metrics.MetricState)]
         self._model, self._optimizer = model, optimizer
+        self._counted: tuple[int, float, float] | None = None  # the last round of the optimizer's count of steps
         self.tx = None if optimizer is None else optimizer.tx
         self.opt_state = None if optimizer is None else self._start_state(optimizer)
 
@@ -234,7 +254,8 @@ class NNXLoss:
           trainer: the trainer.
           state: its state. Each replica has its own optimizer state; the optimizer gets that of the first replica of
             this process.
-          history: of the rounds since the start, for the optimizer's count of steps.
+          history: of the rounds since the start, for the optimizer's count of steps. Rounds that an earlier update has
+            counted, as in the history of a folder of checkpoints, are not counted again.
 
         Raises:
           ValueError: learning rates are scaled, so that the optimizer state has another structure; or a layer of the
@@ -265,7 +286,11 @@ class NNXLoss:
                 own = len(info.counts) == replicas
                 return info.counts[rank] if own else round(sum(info.counts) / len(info.counts))
 
-            self._optimizer.step[...] += sum(map(steps, history))
+            # The history of a folder of checkpoints begins with rounds that an earlier update has counted.
+            marks = [(info.round, info.clock_ms, info.loss) for info in history]
+            first = marks.index(self._counted) + 1 if self._counted in marks else 0
+            self._optimizer.step[...] += sum(map(steps, history[first:]))
+            self._counted = marks[-1] if marks else self._counted
         nnx.update(self._model, nnx.state(trained))
 
     def rebuild(self, params: Any, model_state: Any) -> nnx.Module:

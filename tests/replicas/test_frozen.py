@@ -162,6 +162,19 @@ def test_a_filter_without_an_optimizer(problem, devices, close):
     close(*(nnx.to_pure_dict(nnx.state(one, nnx.Param)) for one in (trained, own)))
 
 
+def test_a_filter_that_selects_what_no_optimizer_trains_is_refused():
+    model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.1, rngs=nnx.Rngs(1)))
+    wrt = nnx.Not(nnx.PathContains("kernel"))
+    with pytest.raises(
+        ValueError, match=r"selects .*\['rngs'\].*write wrt=nnx\.All\(nnx\.Param, Not\(PathContains\('ker"
+    ):
+        jaxche.NNXLoss(model, mse, wrt=wrt)
+    loss = jaxche.NNXLoss(model, mse, wrt=nnx.All(nnx.Param, wrt))
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(loss.params)] == [
+        "['layers'][0]['bias']"
+    ]
+
+
 def test_filters_that_select_nothing_or_differ_are_refused():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"wrt=nnx\.LoRAParam selects no variable.*write wrt=nnx\.Param"):

@@ -456,6 +456,8 @@ def test_an_error_in_one_replica_ends_all(trained):
         trainer.evaluate(state, ragged, lambda params, batch: {"x": batch["x"].mean()})
     with pytest.raises(ValueError, match=r"metrics=dict needs update\(\) and compute\(\)|metrics=Accuracy needs"):
         trainer.evaluate(state, problem.data, metrics=nnx.metrics.Accuracy())
+    with pytest.raises(ValueError, match=r"metrics=Average is a class; write metrics=Average\(\), with its arguments"):
+        trainer.fit(state, problem.data, validation=problem.data, metric_fn=lambda *_: {}, metrics=nnx.metrics.Average)
     trainer.evaluate(state, problem.data, metric_fn)
     assert threading.active_count() <= threads
 

@@ -1,6 +1,7 @@
 """Flax models through the doors: batch statistics, dropout, both APIs."""
 
 import chex
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,6 +203,35 @@ def test_a_linen_module_without_state_needs_none(data, devices):
     state, info = trainer.round(state, data, counts=(2, 2))
     assert np.isfinite(info.loss)
     assert trainer.model_state(state) is None
+
+
+@pytest.mark.parametrize("freezes", ["all", "collections"])
+def test_frozen_dicts_of_variables_stay_what_they_are(data, devices, close, freezes):
+    loss, params, variables = linen()
+    frozen = {name: flax.core.freeze(value) for name, value in variables.items()}
+    frozen = flax.core.freeze(variables) if freezes == "all" else frozen
+    trainer = jaxche.Trainer(loss, optax.adam(0.01), replicas=devices[:2], policy="sync", rows="equal")
+    expected, _ = trainer.fit(trainer.init(params, variables), data, progress=False)
+    trainer = jaxche.Trainer(loss, optax.adam(0.01), replicas=devices[:2], policy="sync", rows="equal")
+    state, _ = trainer.fit(trainer.init(flax.core.freeze(params), frozen), data, progress=False)
+    assert jax.tree.structure(trainer.model_state(state)) == jax.tree.structure(frozen)
+    close(flax.core.unfreeze(trainer.model_state(state)["batch_stats"]), trainer.model_state(expected)["batch_stats"])
+    close(flax.core.unfreeze(trainer.params(state)), trainer.params(expected))
+
+
+def test_one_name_of_a_random_stream_is_as_a_list_of_it():
+    net, batch = LinenNet(), {"x": jnp.ones((4, 3))}
+
+    def noise(apply, batch, rng):
+        return jax.random.normal(rng)
+
+    variables = net.init(jax.random.key(0), batch["x"], train=False)
+    params = variables.pop("params")
+    name, names = (
+        jaxche.linen_loss(net, noise, rngs=rngs)(params, batch, jax.random.key(1), variables)[0]
+        for rngs in ("dropout", ("dropout",))
+    )
+    assert name == names
 
 
 def test_a_missing_random_stream_is_named_with_its_argument():
@@ -536,6 +566,21 @@ def test_an_nnx_optimizer_counts_the_steps_of_a_run_that_goes_on_with_more_repli
     assert fit(1, 1) == (len(batches), [(len(batches),)])
     steps, counts = fit(2, 2)
     assert steps == len(batches) + sum(n for n, *_ in counts[1:])
+
+
+def test_an_nnx_optimizer_counts_each_round_of_a_folder_once(problem, devices, tmp_path):
+    model, optimizer = nnx_parts()
+    loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2], policy="sync", joined_batches=1)
+    state, size = trainer.init(loss.params, loss.model_state, loss.opt_state), len(problem.data)
+    for folder in (tmp_path, tmp_path, None):  # the history of a folder is of the whole run
+        state, history = trainer.fit(state, problem.data, progress=False, checkpoints=folder)
+        loss.update(trainer, state, history)
+        assert int(optimizer.step[...]) == state.steps
+    assert state.steps == 3 * size
+    again = trainer.init(loss.params, loss.model_state, loss.opt_state)  # another run counts as well
+    loss.update(trainer, *trainer.fit(again, problem.data, progress=False))
+    assert int(optimizer.step[...]) == 4 * size
 
 
 def test_an_optimizer_of_a_part_of_the_model_is_refused():
