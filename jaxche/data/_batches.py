@@ -47,6 +47,12 @@ def checked_length(data: Any) -> int:
             f"data is a {type(data).__name__} of data sets, and one is expected; evaluate the others one by one, by "
             "trainer.evaluate(state, other), also in a callback of fit"
         )
+    if isinstance(data, Mapping) and type(data).__module__.partition(".")[0] == "datasets":
+        raise ValueError(
+            f"data is a Hugging Face {type(data).__name__} of {', '.join(map(repr, data))}; take one, dataset = "
+            f"data[{next(iter(data), '')!r}], and write jaxche.Stream(lambda epoch: dataset.shuffle(seed=epoch)"
+            ".with_format('numpy').iter(batch_size=32))"
+        )
     if (isinstance(data, Mapping) and 0 not in data) or (isinstance(data, tuple) and hasattr(data, "_fields")):
         names = list(getattr(data, "_fields", data))
         raise ValueError(

@@ -123,6 +123,15 @@ class Stream:
         """Whether the source is an iterator, which cannot be read again."""
         return hasattr(self.source, "__next__")
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether each iteration of the source goes on with one iterator of Python, which cannot be read again."""
+        if not _is_iterable(self.source):
+            return False
+        iterator = iter(self.source)
+        # Others, such as those of a loader with workers, may start anew.
+        return type(iterator).__module__ in ("builtins", "itertools") and iter(self.source) is iterator
+
     def iterable(self, epoch: int) -> Any:
         """The iterable of an epoch."""
         if not _is_iterable(self.source):
@@ -217,7 +226,12 @@ def as_batch(value: Any) -> Any:
     if value is None:
         raise ValueError("the stream yields None; yield batches, pytrees of arrays with a leading batch axis")
     batch = jax.tree.map_with_path(_array, value, is_leaf=_is_column)
-    batch_size(batch)  # refuses arrays without a common leading axis
+    try:
+        batch_size(batch)  # refuses arrays without a common leading axis
+    except ValueError as error:
+        if "leading axes" in str(error):
+            error.add_note("if the stream yields examples, yield batches of them, e.g. dataset.batch(32)")
+        raise
     return batch
 
 

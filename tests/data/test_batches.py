@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import Piece
-from jaxche.data._batches import SequenceReader
+from jaxche.data._batches import SequenceReader, checked_length
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 5), st.one_of(st.none(), st.integers(0, 1000)))
@@ -386,3 +386,9 @@ def test_batches_on_a_mesh_with_explicit_axes_are_those_of_their_values(devices,
     )
     np.testing.assert_array_equal(placed, own)
     assert placed_loss == own_loss
+
+
+def test_a_dict_of_hugging_face_data_sets_gets_the_line_to_write():
+    splits = type("DatasetDict", (dict,), {"__module__": "datasets.dataset_dict"})
+    with pytest.raises(ValueError, match=r"DatasetDict of 'train', 'test'; take one, dataset = data\['train'\]"):
+        checked_length(splits(train=[], test=[]))

@@ -221,6 +221,12 @@ def test_what_is_no_batch_of_arrays_is_named(batch, named):
         as_batch(batch)
 
 
+def test_examples_in_place_of_batches_get_the_line_to_write():
+    with pytest.raises(ValueError, match="leading axes of a batch differ") as caught:
+        as_batch({"x": [1.0, 2.0], "y": [3.0]})
+    assert caught.value.__notes__ == ["if the stream yields examples, yield batches of them, e.g. dataset.batch(32)"]
+
+
 @pytest.mark.parametrize("found", [None, 5])
 def test_a_function_that_returns_no_iterable_is_named(found):
     with pytest.raises(ValueError, match=rf"source\(2\) returned {found}, not an iterable .* lack a return or a yield"):

@@ -577,3 +577,19 @@ def test_streams_are_evaluated_and_validated(devices):
     assert [info.validation for info in history if info.validation][-1] == trainer.evaluate(after, Loader())
     with pytest.raises(ValueError, match="validation is a list_iterator, which can be read once"):
         trainer.fit(state, Loader(), validation=iter([x]), progress=False)
+
+
+@pytest.mark.parametrize("iterator", [iter, lambda batches: (x for x in batches), lambda batches: map(abs, batches)])
+def test_validation_whose_iterations_go_on_with_one_iterator_is_refused(devices, iterator):
+    class Loader:
+        def __init__(self):
+            self.batches = iterator([np.ones(4, np.float32)] * 3)
+
+        def __iter__(self):
+            return self.batches
+
+    trainer = jaxche.Trainer(lambda w, batch: jnp.mean((w - batch) ** 2), optax.sgd(0.1), replicas=devices[:1])
+    state, data = trainer.init(jnp.zeros(())), [np.ones(4, np.float32)]
+    with pytest.raises(ValueError, match=r"validation is a Loader, which can be read once only.*validation=list\("):
+        trainer.fit(state, data, validation=Loader(), progress=False)
+    assert trainer.evaluate(state, Loader()) == {"loss": 1.0}
