@@ -16,10 +16,10 @@ from jaxche.cadence._groups import half_life_of as half_life_of
 from jaxche.cadence._groups import merge_steps as merge_steps
 from jaxche.cadence._groups import most_group_merges as most_group_merges
 from jaxche.cadence._groups import paused_ms as paused_ms
-from jaxche.cadence._rounds import ApplyPolicy, RoundPlan, clamp_counts, limit_lead, plan_round
-from jaxche.cadence._rounds import Piece as Piece
-from jaxche.cadence._rounds import interleave as interleave
-from jaxche.cadence._rounds import split_by_ratio as split_by_ratio
+from jaxche.cadence._round_plan import ApplyPolicy, RoundPlan, clamp_counts, limit_lead, plan_round
+from jaxche.cadence._round_plan import Piece as Piece
+from jaxche.cadence._round_plan import interleave as interleave
+from jaxche.cadence._round_plan import split_by_ratio as split_by_ratio
 from jaxche.cadence._row_shares import RowShares as RowShares
 from jaxche.cadence._shared_steps import shared_steps as shared_steps
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxche.cadence._elche import TUNERS, ElChe
 from jaxche.cadence._options import Costs, Option, alone_batches, options
-from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
+from jaxche.cadence._round_plan import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares
 from jaxche.cadence._shared_steps import more_steps
 from jaxche.cadence._tuner_progress import MergeCost, half_life_ms

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxche.cadence._checks import finite_number, whole_number
-from jaxche.cadence._rounds import (
+from jaxche.cadence._round_plan import (
     clamp_counts,
     limit_lead,
     proportional_clamp,

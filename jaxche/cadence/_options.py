@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxche.cadence._rounds import ApplyPolicy
+from jaxche.cadence._round_plan import ApplyPolicy
 from jaxche.cadence._row_shares import Cut, RowShares
 from jaxche.cadence._shared_steps import best_shared_ms, best_shared_steps, effective_ranks, more_steps, shared_worth
 from jaxche.cadence._tuner_progress import MergeCost, best_round_ms

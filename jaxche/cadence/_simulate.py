@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxche.cadence._checks import finite_number, whole_number
 from jaxche.cadence._elche import ElChe, short_row
-from jaxche.cadence._rounds import plan_round
+from jaxche.cadence._round_plan import plan_round
 from jaxche.drawing import COLOURS, figure_of, label_outside
 
 # Batches in an epoch of a fleet, which has no data.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxche.cadence._rounds import ratio_counts, speed_ratios
+from jaxche.cadence._round_plan import ratio_counts, speed_ratios
 from jaxche.cadence._tuner import JUMP, MEMORY, CadenceState, Report, Tuner
 
 # τ, the round length at which local steps make half of their progress, relative to the time in which a replica moves as

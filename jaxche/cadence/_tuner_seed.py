@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._rounds import round_half_away
+from jaxche.cadence._round_plan import round_half_away
 from jaxche.cadence._tuner import LARGEST_COUNT, CadenceState, Report, Tuner
 
 

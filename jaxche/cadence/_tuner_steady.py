@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._rounds import ratio_counts, speed_ratios
+from jaxche.cadence._round_plan import ratio_counts, speed_ratios
 from jaxche.cadence._tuner import CadenceState, Report, Tuner
 from jaxche.cadence._tuner_progress import MergeCost, measured
 

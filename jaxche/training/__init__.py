@@ -6,7 +6,7 @@ from jaxche.training._arguments import DEFAULT_CADENCE
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._flax import NNXLoss, linen_loss
 from jaxche.training._non_finite import NonFiniteLossError
-from jaxche.training._round import PlanMismatchError
+from jaxche.training._round_end import PlanMismatchError
 from jaxche.training._state import TrainerState
 from jaxche.training._trainer import Trainer
 

@@ -56,7 +56,7 @@ from jaxche.training._plan import (
     time_limit_ms,
 )
 from jaxche.training._preparation import PreparedEngine
-from jaxche.training._round import RoundStatistics, advance, host_rows, planned_weights, round_times
+from jaxche.training._round_end import RoundStatistics, advance, host_rows, planned_weights, round_times
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxche.cadence import clamp_counts, limit_lead
-from jaxche.cadence._rounds import interleave, round_half_away, split_by_ratio
+from jaxche.cadence._round_plan import interleave, round_half_away, split_by_ratio
 
 COUNTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=12)
 

@@ -17,7 +17,7 @@ from jaxche.replicas._merge_program import _fednova_step
 from jaxche.replicas._table import HOST_COLUMNS, Columns
 from jaxche.training import PlanMismatchError, TrainerState
 from jaxche.training._plan import PlannedRound
-from jaxche.training._round import RoundStatistics
+from jaxche.training._round_end import RoundStatistics
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from jaxche.replicas._merge_program import Report
 from jaxche.replicas._table import HOST_COLUMNS, ROW_MODULUS, Columns
 from jaxche.training import TrainerState
 from jaxche.training._plan import PlannedRound
-from jaxche.training._round import RoundStatistics, RoundTimes, advance
+from jaxche.training._round_end import RoundStatistics, RoundTimes, advance
 
 READER = SequenceReader([np.zeros(2)] * 100)
 

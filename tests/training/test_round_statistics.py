@@ -11,9 +11,9 @@ from jaxche.distributed import Group, RankError
 from jaxche.replicas._replica import LocalResult
 from jaxche.replicas._table import Columns
 from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState, _non_finite
-from jaxche.training import _round as module
+from jaxche.training import _round_end as module
 from jaxche.training._plan import PlannedRound
-from jaxche.training._round import RoundStatistics, host_rows
+from jaxche.training._round_end import RoundStatistics, host_rows
 
 PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 
