@@ -466,9 +466,8 @@ class Engine:
         """The results of a function of rank, placement and state, for all local replicas at once."""
         return self._pool.map(lambda one: function(*one), self.here(local_states))
 
-    def unreplicate(self, tree: Any) -> Any:
-        """The tree of one replica without its leading axis."""
-        return _unreplicate(tree)
+    # The tree of one replica without its leading axis.
+    unreplicate = staticmethod(jax.jit(drop_replica_axis))
 
     @property
     def max_rows(self) -> Sequence[float]:
@@ -497,6 +496,3 @@ class Engine:
     def compilations(self) -> int:
         """The number of batch shapes that steps were compiled for, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
-
-
-_unreplicate = jax.jit(drop_replica_axis)
