@@ -66,14 +66,14 @@ def check_transform(name: str, tx: Any) -> None:
     raise ValueError(f"{name}={brief(tx)} is not an optax transformation; write e.g. {name}={made}")
 
 
-def check_update(tx: Any, *trees: Any) -> None:
-    """ValueError for a transformation whose update needs more than gradients, parameters and ``value=``.
+def check_update(tx: Any, *trees: Any, **extra: Any) -> None:
+    """ValueError for a transformation whose update needs more than gradients, parameters, ``value=`` and ``extra``.
 
     The trees of parameters, or their shapes, are those that it updates: one, or that of each stage.
     """
 
     def update(params: Any, value: Any) -> Any:
-        return with_extra_args(tx).update(params, tx.init(params), params, value=value)
+        return with_extra_args(tx).update(params, tx.init(params), params, value=value, **extra)
 
     def error_of(params: Any) -> Exception | None:
         try:
@@ -113,6 +113,13 @@ def _refuse_update(error: Exception) -> NoReturn:
             "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
             "optax.lbfgs(0.1, linesearch=None), in a Trainer with policy='sync', or optax.adam(1e-3)"
         ) from error
+    if "got no progress" in str(error):
+        raise ValueError(
+            "tx has a jaxche.progress_schedule, and only a scaling rule counts progress; write jaxche.Trainer(loss_fn, "
+            "tx, scaling=jaxche.AdaScale()), or the schedule itself in place of progress_schedule(schedule)"
+        ) from error
+    if "needs the progress" in str(error):
+        raise ValueError(f"tx: {error}") from error
     line = "tx=optax.adam(1e-3)"
     if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
         line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="

@@ -33,12 +33,15 @@ def digest(code: Any) -> str:
     return _hash(re.sub(r"0x[0-9a-f]+", "", str(code)).encode())
 
 
-def update_digest(tx: Any, params: Any) -> str:
-    """The :func:`digest` of an optimizer's update for parameters of these shapes, with all its settings."""
+def update_digest(tx: Any, params: Any, **extra: Any) -> str:
+    """The :func:`digest` of an optimizer's update for parameters of these shapes, with all its settings.
+
+    ``extra`` is what the update gets beside ``value=``.
+    """
     wide: Any = with_extra_args(tx)
 
     def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
-        return wide.update(grads, opt_state, params, value=value)
+        return wide.update(grads, opt_state, params, value=value, **extra)
 
     value = jax.ShapeDtypeStruct((), "float32")
     return digest(jax.make_jaxpr(update)(params, jax.eval_shape(wide.init, params), params, value))

@@ -12,7 +12,7 @@ import optax
 
 from jaxche.messages import brief
 from jaxche.replicas import are_accumulators, are_keys, stepped_params
-from jaxche.scaling import ScaleLearningRateState
+from jaxche.scaling import AdamScale, ScaleLearningRateState, noise_scale
 from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
 
@@ -109,6 +109,19 @@ def check_unscaled(tx: Any, params: Any, scales: bool) -> None:
             "tx holds an optax.MultiSteps, whose accumulated batches scaling= does not see; a round accumulates "
             "already: give tx the optimizer inside it and write average='gradients'"
         )
+
+
+def check_second_moments(tx: Any, params: Any, rule: Any) -> None:
+    """Refuse ``AdamScale`` for an optimizer without the second moments that it reads."""
+    if not isinstance(rule, AdamScale):
+        return
+    try:
+        jax.eval_shape(lambda params: noise_scale.preconditioner(tx.init(params), params), params)
+    except ValueError:
+        raise ValueError(
+            "scaling=jaxche.AdamScale() reads the second moments of an Adam-type optimizer, and the state of tx has "
+            "none for these parameters; write scaling=jaxche.AdaScale(), or tx=optax.adam(1e-3)"
+        ) from None
 
 
 def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:

@@ -270,11 +270,11 @@ class PreparedEngine(Engine):
         """A digest of the update of ``tx`` with its settings, traced once for parameters of these shapes."""
         shapes = without_replica_axis(local.params)
         if self._tx_digest is None or self._tx_digest[0] != shapes:
-            self._tx_digest = (shapes, self._digest_of(self._settings.tx, shapes))
+            self._tx_digest = (shapes, self._digest_of(self._settings.tx, shapes, **self._settings.extra_args))
         return self._tx_digest[1]
 
-    def _digest_of(self, tx: Any, shapes: Any) -> str:
-        return update_digest(tx, shapes)
+    def _digest_of(self, tx: Any, shapes: Any, **extra: Any) -> str:
+        return update_digest(tx, shapes, **extra)
 
     def _code_of_optimizers(self, local: LocalState) -> dict[str, str]:
         code, outer = {"code of tx": self.tx_digest(local)}, self._settings.outer

@@ -38,6 +38,7 @@ from jaxche.training._optimizer_checks import (
     check_accumulators,
     check_model_state_of,
     check_opt_state,
+    check_second_moments,
     check_state_params,
     check_trajectory,
     check_unscaled,
@@ -139,7 +140,8 @@ class Rounds:
         settings, tx = self._settings, self._settings.tx
         shapes = check_params(params, "trainer.init")
         check_unscaled(tx, shapes, settings.scaling is not None)
-        check_update(tx, *(shapes if settings.staged else [shapes]))
+        check_update(tx, *(shapes if settings.staged else [shapes]), **settings.extra_args)
+        check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule)
         check_trajectory(tx, shapes, settings.average, self._engine.world_size)
         if settings.average == "parameters" and self.world_size > 1:
             check_state_params(settings.opt_state, settings.overlap, tx, *(shapes if settings.staged else [shapes]))

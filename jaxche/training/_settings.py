@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jaxche.cadence import ApplyPolicy, Choice, ElChe, VirtualFleet
@@ -64,6 +65,11 @@ class Settings:
         if self.wire in ("float32", "auto") and not self.overlap:
             return Choice()
         return Choice(ApplyPolicy.CADENCE, reason="not measured yet: local steps, which have the given wire or overlap")
+
+    @property
+    def extra_args(self) -> dict[str, Any]:
+        """What the update of ``tx`` gets beside ``value=``, for checks and digests."""
+        return {} if self.scaling is None else {"progress": jnp.float32(0)}
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""

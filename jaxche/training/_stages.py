@@ -405,8 +405,8 @@ class StagedEngine(PreparedEngine):
         self._set_merge(self._make_merge(local))
         return code.consts
 
-    def _digest_of(self, tx: Any, shapes: Any) -> str:
-        return digest([super(StagedEngine, self)._digest_of(tx, params) for params in shapes])
+    def _digest_of(self, tx: Any, shapes: Any, **extra: Any) -> str:
+        return digest([super(StagedEngine, self)._digest_of(tx, params, **extra) for params in shapes])
 
     def _check_trees(self, local: LocalState) -> None:
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):

@@ -113,6 +113,50 @@ def test_a_scaled_optimizer_is_refused_however_deep(devices):
         jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]).init(PARAMS)
 
 
+FALLING = optax.linear_schedule(0.2, 0.0, transition_steps=40)
+
+
+def following(progress):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=progress)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx)])
+def test_a_progress_schedule_follows_the_progress_of_a_scaling_rule(devices, tmp_path, wrap):
+    def loss_fn(p, batch):
+        return jnp.mean((batch["x"] @ p["w"] + p["b"] - 1.0) ** 2)
+
+    tx, data = wrap(following(jaxche.progress_schedule(FALLING))), [{"x": np.eye(4, 3, dtype=np.float32)}] * 6
+    settings = {"policy": "sync", "rows": "equal", "replicas": devices[:2], "scaling": jaxche.SqrtScale()}
+    trainer = jaxche.Trainer(loss_fn, tx, **settings, base_batch_size=2)
+    state, history = trainer.fit(trainer.init(PARAMS), data, checkpoints=tmp_path, progress=False)
+    rate = optax.tree.get(trainer.opt_state(state), "learning_rate", filtering=lambda _, x: isinstance(x, jax.Array))
+    assert history[-2].progress > 2
+    assert float(rate) == pytest.approx(float(FALLING(history[-2].progress)), rel=1e-6)
+
+
+def test_a_progress_schedule_without_a_rule_is_refused_with_the_line_to_write(devices):
+    loss_fn, schedule = lambda p, b: p["w"].sum(), jaxche.progress_schedule(FALLING)
+    line = r"write jaxche\.Trainer\(loss_fn, tx, scaling=jaxche\.AdaScale\(\)\)"
+    with pytest.raises(ValueError, match=f"tx has a jaxche.progress_schedule, .*{line}"):
+        jaxche.Trainer(loss_fn, following(schedule), replicas=devices[:1]).init(PARAMS)
+    with pytest.raises(ValueError, match=r"tx: a progress schedule .*learning_rate=progress_schedule\(\.\.\.\)\)$"):
+        jaxche.Trainer(loss_fn, optax.sgd(schedule), replicas=devices[:1], scaling=jaxche.AdaScale()).init(PARAMS)
+
+
+@pytest.mark.parametrize("params", [PARAMS, lambda: PARAMS])
+def test_adam_scale_without_second_moments_is_refused_at_the_start(devices, params):
+    def trainer(tx, rule):
+        return jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:2], scaling=rule)
+
+    line = r"scaling=jaxche\.AdamScale\(\) reads .* write scaling=jaxche\.AdaScale\(\)"
+    with pytest.raises(ValueError, match=line):
+        trainer(optax.sgd(0.1), jaxche.AdamScale()).init(params)
+    trainer(optax.sgd(0.1), jaxche.AdaScale()).init(params)
+    trainer(
+        optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}), jaxche.AdamScale()
+    ).init(params)
+
+
 @jax.tree_util.register_pytree_node_class
 class Line:
     """A pytree whose objects compare by identity."""
