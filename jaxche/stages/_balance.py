@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxche.averaging import is_float
 from jaxche.messages import brief
-from jaxche.stages._stage import Stage, check_stage_params, cotangents
+from jaxche.stages._stage import Stage, check_arrays, check_stage_params, cotangents, evaluate_stage
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -93,7 +93,8 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
       Milliseconds of each, the median of a few runs after compilation, for :func:`balance_stages`.
 
     Raises:
-      ValueError: ``stages`` is no list of functions, or ``params`` has another number of entries.
+      ValueError: ``stages`` is no list of functions, ``params`` has another number of entries, or a stage does not
+        accept its input.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,11 +106,15 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
     if not isinstance(stages, Sequence):
         raise ValueError(f"stages={brief(stages)} is no list of functions; write e.g. [f0, f1] with f(params, x)")
     check_stage_params(params, len(stages))
+    check_arrays(params, "params")
+    check_arrays(batch, "batch")
     costs, x = [], batch
     for index, (call, tree) in enumerate(zip(stages, params, strict=True)):
         here = {device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()}
         x = jax.device_put(x, *here) if len(here) == 1 else x
-        cost, x = _measure(Stage(index, call), tree, x)
+        stage = Stage(index, call)
+        evaluate_stage(stage, tree, x, jax.random.key(0))
+        cost, x = _measure(stage, tree, x)
         costs.append(cost)
     return costs
 

@@ -20,7 +20,7 @@ from jaxche.sharding import Device, check_numbers, check_transform, check_update
 from jaxche.stages._program import MicroBatches, Pace, PacedProgram, StageProgram, StageSpec
 from jaxche.stages._runner import Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
-from jaxche.stages._stage import Stage, check_stage_params, spec, stage_key, trace_stages
+from jaxche.stages._stage import Stage, check_arrays, check_stage_params, spec, stage_key, trace_stages
 from jaxche.stages._wire import StageProtocol, Wire
 
 
@@ -212,6 +212,7 @@ class Partitioned:
             ``value_fn=``; or the parameters do not fit the stages.
         """
         check_transform("tx", tx)
+        self._record_specs(params)
         placed = self._place(params)
         check_update(tx, *placed.values())
         wide = with_extra_args(tx)
@@ -272,21 +273,21 @@ class Partitioned:
         """Compile the programs for batches of these shapes, if they are not compiled yet.
 
         Args:
-          params: one entry a stage, as for :meth:`value_and_grad`.
-          batch: pytree of arrays with a leading batch axis.
+          params: one entry a stage: arrays, or their shapes and dtypes.
+          batch: pytree of arrays with a leading batch axis, or their shapes and dtypes.
 
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        self._prepare(params, batch)
+        self._plan_for(params, batch)
 
     @short_traceback
     def explain(self, params: Sequence[Any], batch: Any) -> str:
         """Describe the micro-batches of batches of these shapes; compiles their programs as :meth:`compile` does.
 
         Args:
-          params: one entry a stage, as for :meth:`value_and_grad`.
-          batch: pytree of arrays with a leading batch axis.
+          params: one entry a stage: arrays, or their shapes and dtypes.
+          batch: pytree of arrays with a leading batch axis, or their shapes and dtypes.
 
         Returns:
           One line: the number of stages and micro-batches, and the schedule.
@@ -294,7 +295,7 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        size, count = self._prepare(params, batch)[0].micro
+        size, count = self._plan_for(params, batch).micro
         cut = "1 micro-batch" if size is None else f"{count} micro-batches of {size}, {self.protocol.schedule}"
         return f"{len(self._stages)} stages, {cut}"
 
@@ -344,6 +345,7 @@ class Partitioned:
                 f"apply needs all stages in this process, which has {list(self._local)} of {len(self._stages)}; gather "
                 "the parameters and make a jaxche.Partitioned without local_stages"
             )
+        self._record_specs(params)
         x = batch
         for stage, tree in self._place(params).items():
             x = self._outputs[stage](tree, jax.device_put(x, self.devices[stage]))
@@ -369,37 +371,39 @@ class Partitioned:
         params, opt_states = ({stage: state[i] for stage, state in states.items()} for i in (0, 1))
         return PartitionedState(step, self._by_stage(params), self._by_stage(opt_states))
 
-    def _place(self, params: Sequence[Any]) -> dict[int, Any]:
-        """The parameters of this process on their devices; records the shapes of all."""
+    def _record_specs(self, params: Sequence[Any]) -> None:
+        """Check the parameters, or their shapes, and record the specs of all stages."""
         check_stage_params(params, len(self._stages))
-        placed = {stage: jax.device_put(params[stage], self.devices[stage]) for stage in self._local}
         for stage, tree in enumerate(params):
-            if stage in placed:
-                self._specs[stage] = spec(placed[stage])
-            elif tree is not None:
+            if stage in self._local or tree is not None:
                 self._specs[stage] = spec(tree)
             elif self._specs[stage] is None:
                 raise ValueError(
                     f"params[{stage}] is None, and the shapes of that stage of another process are not known here; "
                     f"call model.init(params, tx) with all parameters first, or give their jax.ShapeDtypeStruct"
                 )
-        return placed
 
-    def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
-        """The plan for these shapes, and the parameters on their devices."""
+    def _place(self, params: Sequence[Any]) -> dict[int, Any]:
+        """The parameters of this process on their devices."""
+        for stage in self._local:
+            check_arrays(params[stage], f"params[{stage}]")
+        return {stage: jax.device_put(params[stage], self.devices[stage]) for stage in self._local}
+
+    def _plan_for(self, params: Sequence[Any], batch: Any) -> Plan:
+        """The plan for these shapes."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, batch))):
             raise ValueError(
                 "params or batch is traced: the stages are compiled programs of their own, which jax.jit and jax.grad "
                 "cannot contain; write loss, grads = model.value_and_grad(params, batch), or model.step(state, batch)"
             )
-        placed = self._place(params)
+        self._record_specs(params)
         check_numbers(batch)
         given = (tuple(self._specs), spec(batch))
         leaves, structure = jax.tree.flatten(given)
         key = (structure, *leaves)
         if key not in self._plans:
             self._plans[key] = self._compile(*given)
-        return self._plans[key], placed
+        return self._plans[key]
 
     def _compile(self, params: Sequence[Any], batch: Any) -> Plan:
         """Trace all stages and compile those of this process, from specs of parameters and batch."""
@@ -419,7 +423,9 @@ class Partitioned:
 
     def _run(self, step: int, params: Sequence[Any], batch: Any) -> tuple[dict[int, Any], dict[int, StageResult], Any]:
         """One forward and backward through the stages of this process: their parameters, their results, the loss."""
-        plan, placed = self._prepare(params, batch)
+        plan = self._plan_for(params, batch)
+        placed = self._place(params)
+        check_arrays(batch, "batch")
         try:
             results = run_stages(plan, self._open_wire(), step, placed, batch)
         except BaseException:

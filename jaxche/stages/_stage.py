@@ -100,8 +100,7 @@ def trace_stages(
     outputs: list[Any] = []
     for stage in stages:
         x = outputs[-1] if outputs else batch
-        source = f"what stage {stage.index - 1} gives" if outputs else "the batch"
-        outputs.append(_evaluate(stage, (params[stage.index], x, key), f"{stage.name} does not accept {source}", x))
+        outputs.append(evaluate_stage(stage, params[stage.index], x, key))
     value = _evaluate(loss, (outputs[-1], batch), "loss does not accept what the last stage gives", outputs[-1])
     if isinstance(value, Weighted):
         raise ValueError(
@@ -116,6 +115,22 @@ def trace_stages(
             "write def loss(y, batch): return ((y - batch['y']) ** 2).mean()"
         )
     return tuple(outputs)
+
+
+def check_arrays(tree: Any, name: str) -> None:
+    """Refuse shapes in place of the arrays of a computation."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is the shape {describe(leaf)} without values; give arrays, e.g. "
+                f"jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), {name})"
+            )
+
+
+def evaluate_stage(stage: Stage, params: Any, x: Any, key: Any) -> Any:
+    """The spec of the output of a stage; ValueError if it does not accept its input."""
+    source = f"what stage {stage.index - 1} gives" if stage.index else "the batch"
+    return _evaluate(stage, (params, x, key), f"{stage.name} does not accept {source}", spec(x))
 
 
 def _evaluate(call: Callable[..., Any], arguments: tuple[Any, ...], refusal: str, x: Any) -> Any:

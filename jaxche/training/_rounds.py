@@ -32,6 +32,7 @@ from jaxche.replicas import MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.sharding import check_params, check_update
+from jaxche.stages import check_stage_params
 from jaxche.training._checks import check_metrics_of_model
 from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
@@ -139,6 +140,8 @@ class Rounds:
         self._check_context_mesh("trainer.init")
         settings, tx = self._settings, self._settings.tx
         shapes = check_params(params, "trainer.init")
+        if settings.staged:
+            check_stage_params(shapes, len(settings.loss_fn.stages))
         check_unscaled(tx, shapes, settings.scaling is not None)
         check_update(tx, *(shapes if settings.staged else [shapes]), **settings.extra_args)
         check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule)

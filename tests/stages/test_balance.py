@@ -91,6 +91,16 @@ def test_costs_need_parameters_for_each_stage():
         jaxche.stages.measure_costs(lambda w, x: x * w, [jnp.ones(3)], jnp.ones(3))
 
 
+def test_a_stage_whose_costs_cannot_be_measured_is_named():
+    stages, params = [lambda w, x: x * w, lambda w, x: x @ w], [jnp.ones(4), jnp.ones((3, 2))]
+    with pytest.raises(ValueError, match=r"stage 1 \(<lambda>\) does not accept what stage 0 gives: float32\[2, 4\]\."):
+        jaxche.stages.measure_costs(stages, params, jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"params\[0\] is the shape float32\[4\] without values; give arrays"):
+        jaxche.stages.measure_costs(stages, jax.eval_shape(lambda: params), jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"batch is the shape float32\[2, 4\] without values; give arrays"):
+        jaxche.stages.measure_costs(stages, params, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+
+
 def test_layers_cut_by_their_measured_costs_train_as_one_model(close):
     """Costs, cut, stages: the way from a list of layers to a pipeline on devices of different speeds."""
     rng = np.random.default_rng(0)

@@ -82,6 +82,26 @@ def test_explain_says_how_a_batch_is_cut(make_model):
     ]:
         partitioned = jaxche.Partitioned(model.stages, model.loss, protocol)
         assert partitioned.explain(model.params, model.batch) == text
+        assert partitioned.explain(*jax.eval_shape(lambda m=model: (m.params, m.batch))) == text
+
+
+def test_shapes_compile_the_programs_of_the_arrays_and_are_refused_in_their_place(make_model, close, twin):
+    model = make_model("plain", 2)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(4))
+    params, batch = jax.eval_shape(lambda: (model.params, model.batch))
+    partitioned.compile(params, batch)
+    loss, _ = partitioned.value_and_grad(model.params, model.batch)
+    close(loss, twin(model, model.params, model.batch)[0])
+    assert len(partitioned._plans) == 1
+    given = r"is the shape .* without values; give arrays"
+    with pytest.raises(ValueError, match=rf"params\[0\]\[.* {given}"):
+        partitioned.init(params, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=rf"params\[0\]\[.* {given}"):
+        partitioned.value_and_grad(params, model.batch)
+    with pytest.raises(ValueError, match=rf"params\[0\]\[.* {given}"):
+        partitioned.apply(params, model.batch)
+    with pytest.raises(ValueError, match=rf"batch\[.* {given}"):
+        partitioned.value_and_grad(model.params, batch)
 
 
 def test_schedules_give_the_same_gradients_bit_for_bit(make_model, same):
@@ -497,7 +517,7 @@ def test_an_error_is_not_hidden_by_one_of_the_close_that_follows(stage, make_mod
         raise ArithmeticError("the first error")
 
     monkeypatch.setattr(wire, "close", close)
-    plan = partitioned._prepare(model.params, model.batch)[0]
+    plan = partitioned._plan_for(model.params, model.batch)
     monkeypatch.setattr(plan.programs[stage], "backward", work)
     with pytest.raises(ArithmeticError, match="the first error"):
         partitioned.value_and_grad(model.params, model.batch)

@@ -233,6 +233,9 @@ def test_refused_later(devices, data, params):
     trainer = jaxche.Trainer(in_stages(jaxche.Pipeline(3)), optax.sgd(0.1), replicas=[devices[:2]])
     with pytest.raises(ValueError, match="params: 1 entries for 2 stages"):
         trainer.init(params[:1])
+    for tree in ({"w": np.ones(3, np.float32)}, lambda: {"w": np.ones(3, np.float32)}):
+        with pytest.raises(ValueError, match="params: dict for 2 stages; give a list"):
+            trainer.init(tree)
     with pytest.raises(ValueError, match=r"model_state: stages of a .*Partitioned have none"):
         trainer.init(params, {"mean": np.zeros(2)})
     state = trainer.init(params)
