@@ -67,7 +67,7 @@ def scale_learning_rate(
 
     Raises:
       ValueError: ``tx`` is not a transformation, or ``rule`` is not a rule; in ``update``: no scale, a scale that is
-        not one positive number, or noise of other groups.
+        not one positive number, a state of another transformation, or noise of other groups.
 
     References:
       AdaptDL's ``ScalingRuleBase.step`` (Qiao et al., *Pollux*, OSDI 2021).
@@ -106,6 +106,11 @@ def scale_learning_rate(
             raise ValueError(
                 "scale is missing: the batch size divided by that for which the learning rate was tuned; write "
                 "tx.update(grads, state, params, scale=8, noise=noise)"
+            )
+        if not (hasattr(state, "progress") and hasattr(state, "inner_state")):
+            raise ValueError(
+                f"state is {brief(state)}, not one of scale_learning_rate; write opt_state = tx.init(params), or with "
+                "the moments of a state of the wrapped optimizer tx.init(params)._replace(inner_state=opt_state)"
             )
         check_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
         if jnp.shape(scale) != ():

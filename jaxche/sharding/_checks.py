@@ -252,7 +252,8 @@ def check_state(layout: Layout, state: Any, expected: Any) -> None:
             laid = getattr(sharding, "spec", sharding)
             raise ValueError(
                 f"{name} is sharded as {laid}, but {layout.strategy} shards it as {want.sharding.spec}; write state = "
-                "jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params)))"
+                "jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params, "
+                "state.model_state)))"
             )
 
 
@@ -327,11 +328,12 @@ def check_range(batch: Any) -> None:
 
 
 def _refuse_model(params: Any, init: str) -> None:
-    kind = flax_kind(params)
+    kind, of_step = flax_kind(params), init.startswith("step")
     if kind == "nnx":
+        made = "jaxche.sharded_step(loss, tx, strategy)" if of_step else "jaxche.Trainer(loss, tx)"
         raise ValueError(
             f"params is an nnx model, {brief(params)}; write loss = jaxche.NNXLoss(model, loss_fn), "
-            f"jaxche.Trainer(loss, tx) and {init}(loss.params, loss.model_state)"
+            f"{made} and {init}(loss.params, loss.model_state)"
         )
     if kind == "linen":
         raise ValueError(
@@ -344,7 +346,11 @@ def _refuse_model(params: Any, init: str) -> None:
             f"{init}([v.value for v in model.trainable_variables]), and model.stateless_call(...) in loss_fn"
         )
     if hasattr(params, "apply_gradients") and hasattr(params, "params"):
-        raise ValueError(f"params is a TrainState; write {init}(state.params, opt_state=state.opt_state)")
+        line = f"{init}(state.params, opt_state=state.opt_state)"
+        if of_step:
+            placed = "jax.device_put(state.opt_state, step.layout(state.params).opt_state(state.tx))"
+            line = f"{init}(state.params), and to begin with its moments {init}(...)._replace(opt_state={placed})"
+        raise ValueError(f"params is a TrainState; write {line}")
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -151,6 +151,20 @@ def test_clipping_comes_before():
     assert float(optax.tree.norm(updates)) == pytest.approx(4.0, rel=1e-5)
 
 
+def test_the_state_of_the_wrapped_optimizer_is_refused_with_the_line_that_keeps_its_moments():
+    adam = optax.adam(0.1)
+    tx, opt_state = scale_learning_rate(adam, LinearScale()), adam.update(GRADS, adam.init(PARAMS), PARAMS)[1]
+    with pytest.raises(
+        ValueError, match=r"state is .* not one of scale_learning_rate; write opt_state = tx\.init"
+    ) as error:
+        tx.update(GRADS, opt_state, PARAMS, scale=2)
+    line = str(error.value).partition("of the wrapped optimizer ")[2]
+    _, state = tx.update(GRADS, eval(line, {"tx": tx, "params": PARAMS, "opt_state": opt_state}), PARAMS, scale=2)
+    assert int(state.inner_state[0].count) == 2
+    with pytest.raises(ValueError, match="state is None, not one of scale_learning_rate"):
+        tx.update(GRADS, None, PARAMS, scale=2)
+
+
 def test_injected_hyperparams_stay_adjustable():
     tx = scale_learning_rate(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), LinearScale())
     state = tx.init(PARAMS)

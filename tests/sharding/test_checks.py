@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import jaxche
 from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, batch_size, check_params, sharded_step
@@ -220,6 +222,39 @@ def test_the_line_that_is_told_puts_a_state_right(devices):
     state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params)))
     state, metrics = step(state, np.ones((4, 8), np.float32))
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_the_line_that_is_told_puts_a_state_with_model_state_right(devices):
+    def loss(params, x, model_state):
+        return loss_fn(params, x), ({}, {"seen": model_state["seen"] + 1.0})
+
+    strategy = FullShard()
+    step = sharded_step(loss, optax.adam(0.1), strategy, strategy.mesh(devices[:4]))
+    state, batch = jax.device_get(step.init(PARAMS, {"seen": np.zeros(2, np.float32)})), np.ones((4, 8), np.float32)
+    with pytest.raises(ValueError, match="write state = ") as refused:
+        step(state, batch)
+    state = eval(str(refused.value).partition("write state = ")[2], {"jax": jax, "step": step, "state": state})
+    state, _ = step(state, batch)
+    assert state.model_state["seen"].tolist() == [1.0, 1.0]
+
+
+def test_the_line_that_is_told_begins_with_the_moments_of_a_train_state(devices):
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
+    state, batch = state.apply_gradients(grads=PARAMS), np.ones((4, 8), np.float32)
+    step = make(devices[:4], state.tx)
+    with pytest.raises(ValueError, match=r"params is a TrainState; write step\.init\(state\.params\), and") as refused:
+        step.init(state)
+    line = str(refused.value).partition("with its moments ")[2].replace("(...)", "(state.params)")
+    after, _ = step(eval(line, {"jax": jax, "step": step, "state": state}), batch)
+    assert int(after.opt_state[0].count) == 2
+
+
+def test_an_nnx_model_gets_the_lines_of_the_call_that_was_made():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    for init, made in (("step.init", "jaxche.sharded_step(loss, tx, strategy)"), ("trainer.init", "jaxche.Trainer(")):
+        with pytest.raises(ValueError, match=f"params is an nnx model, .*{re.escape(made)}.* and {init}") as refused:
+            check_params(model, init)
+        assert ("Trainer" in str(refused.value)) == (init == "trainer.init")
 
 
 def test_a_whole_dict_of_variables_is_refused(devices):
