@@ -291,7 +291,9 @@ def _known_mistake(error: Exception, params: Any) -> str | None:
             f"whose statistics are merged with the parameters, and leave out jax.lax.pmean(..., {axis!r})"
         )
     if isinstance(error, ValueError) and (
+        # The second is of an axis with the name of one of the strategy's.
         found := re.search(r"Resource axis: (\S+) of .* not found in mesh", str(error))
+        or re.search(r"can only refer to Auto axes of the mesh\. Got spec=P\(.*'(shard|replica)'", str(error))
     ):
         return (
             f"loss_fn cuts an array over the axis {found[1]!r} of a mesh of its own, as boxes of nn.with_partitioning "

@@ -16,6 +16,7 @@ from jaxche.averaging import is_float
 from jaxche.cadence import whole_number
 from jaxche.messages import brief
 from jaxche.sharding._checks import batch_size as rows_of
+from jaxche.sharding._checks import collections_of
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._strategy import Device, ShardingStrategy
 
@@ -157,6 +158,11 @@ def _step_of(made: Any) -> _Step:
     leaves = jax.tree.leaves(made)
     if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
         raise ValueError(f"the function returned {brief(made)}, and a plan needs a model; {_FORMS}")
+    if others := collections_of(made):
+        raise ValueError(
+            f"the function returned a whole dict of variables, {', '.join(map(repr, made))}, and {others[0]} are no "
+            'parameters; write: return variables["params"], or with inputs: return model, x'
+        )
     return _parameters_step(made)
 
 

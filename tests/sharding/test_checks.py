@@ -154,13 +154,14 @@ def test_a_type_error_of_a_function_that_makes_parameters_stays_as_it_is(devices
         make(devices[:2]).init(lambda: {"w": jnp.ones("wide")})
 
 
-def test_parameters_in_boxes_with_axes_of_another_mesh(devices):
-    model = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("in", "out")))
+@pytest.mark.parametrize("names", [("in", "out"), ("shard", None), (None, "shard")])
+def test_parameters_in_boxes_with_axes_of_another_mesh(names, devices):
+    model = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, names))
     params = model.init(jax.random.key(0), np.ones((1, 8)))["params"]
     mesh = FullShard().mesh(devices[:2])
     step = sharded_step(lambda p, x: jnp.mean(model.apply({"params": p}, x)), optax.sgd(0.1), FullShard(), mesh)
     batch = np.ones((2, 8), np.float32)
-    with pytest.raises(ValueError, match=r"over the axis 'in' of a mesh of its own.*nn.meta.unbox\(variables"):
+    with pytest.raises(ValueError, match=r"over the axis '(in|shard)' of a mesh of its own.*nn.meta.unbox\(variables"):
         step(step.init(params), batch)
     step(step.init(nn.meta.unbox(params)), batch)
 

@@ -121,6 +121,10 @@ def test_a_model_with_boxed_parameters(devices):
         (lambda: (loss_fn, {"w": X}), "a step of 2 parts; write: return loss_fn, tx, params, batch"),
         (lambda: (loss_fn, 0.1, {"w": X}, {"x": X}), "tx=0.1 is not an optax transformation"),
         (lambda: {"w": np.zeros(3, np.int32)}, "not float"),
+        (
+            lambda: {"params": {"w": X}, "batch_stats": {"mean": X}},
+            r"whole dict of variables, 'params', 'batch_stats'.* write: return variables\[\"params\"\], or with inputs",
+        ),
     ],
 )
 def test_other_values_are_refused(make, message, devices):
