@@ -27,7 +27,7 @@ from jaxche.cadence import (
 )
 from jaxche.data import Feed, Key, Reader
 from jaxche.distributed import hang_timeout
-from jaxche.messages import short_traceback
+from jaxche.messages import brief, short_traceback
 from jaxche.replicas import MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
@@ -61,7 +61,7 @@ from jaxche.training._preparation import PreparedEngine
 from jaxche.training._round_end import RoundStatistics, advance, host_rows, planned_weights, round_times
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
-from jaxche.training._state import Stop, TrainerState, checked_state
+from jaxche.training._state import Stop, TrainerState
 
 _log = logging.getLogger("jaxche")
 
@@ -492,3 +492,16 @@ def check_untraced(call: str) -> None:
             f"{call} was called under jax.disable_jit, and a trainer compiles its steps; to debug the loss function, "
             "write loss_fn(params, data[0]) there, and train outside of it"
         )
+
+
+def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
+    """The state; refuses a value that is not a state of a trainer."""
+    if isinstance(state, TrainerState):
+        return state
+    if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
+        line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
+    elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
+        line = "state, history = trainer.fit(state, data), which returns both"
+    else:
+        line = f"state = trainer.init(params), then {call}(state, data)"
+    raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")

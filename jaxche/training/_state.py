@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.data import StreamPosition
-from jaxche.messages import brief
 from jaxche.replicas import LocalState, MergeInFlight
 from jaxche.reports import Reached
 
@@ -180,16 +179,3 @@ class Stop(IntEnum):
     NO = 0
     ASKED = 1
     PREEMPTED = 2
-
-
-def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
-    """The state; refuses a value that is not a state of a trainer."""
-    if isinstance(state, TrainerState):
-        return state
-    if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
-        line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
-    elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
-        line = "state, history = trainer.fit(state, data), which returns both"
-    else:
-        line = f"state = trainer.init(params), then {call}(state, data)"
-    raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")

@@ -26,8 +26,8 @@ from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._fit import fit
 from jaxche.training._membership import Membership
 from jaxche.training._plan import GivenRound
-from jaxche.training._rounds import Rounds
-from jaxche.training._state import TrainerState, checked_state
+from jaxche.training._rounds import Rounds, checked_state
+from jaxche.training._state import TrainerState
 
 # Replicas whose times differ by less are equally fast.
 _ALIKE = 1.1

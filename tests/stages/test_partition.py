@@ -590,7 +590,7 @@ def test_an_interrupt_while_stages_run_closes_their_wire(make_model, monkeypatch
     wire, closed = partitioned._wire, []
     monkeypatch.setattr(wire, "close", lambda: closed.append(True))
     monkeypatch.setattr(_runner, "threading", SimpleNamespace(Thread=Thread))
-    plan = partitioned._prepare(model.params, model.batch)[0]
+    plan = partitioned._plan_for(model.params, model.batch)
     with pytest.raises(KeyboardInterrupt):
         _runner.run_stages(plan, wire, 0, dict(enumerate(model.params)), model.batch)
     assert closed == [True]
