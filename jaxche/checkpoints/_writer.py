@@ -52,6 +52,7 @@ class CheckpointWriter:
         self._manager: Any = None
         # The step of the last save that was begun, and of the last one that a lost process did not finish.
         self._begun = self._abandoned = 0
+        self._discarded: set[int] = set()  # the steps whose save failed
         # The step of the save in flight, or 0, and the number of saves of the present members.
         self._in_flight, self._saves = 0, 0
         self._name = ""  # of its barriers
@@ -202,10 +203,10 @@ class CheckpointWriter:
     def _discard(self, step: int) -> None:
         """Remove the files of a checkpoint whose save failed, and begin with a new manager."""
         close_manager(self._manager)
-        self._group.barrier()  # none writes any more
+        self._group.barrier()
+        self._discarded.add(step)
+        self._remove_discarded()
         if self._group.is_first:
-            for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
             room = " Make space there, or keep fewer checkpoints: jaxche.Checkpoints(folder, keep=1)"
             _log.warning(
                 "checkpoint %s is missing: %s in %s. Training continues, and the next save tries again.%s",
@@ -215,6 +216,12 @@ class CheckpointWriter:
                 room if self.missing else "",
             )
         self.open()
+
+    def _remove_discarded(self) -> None:
+        """Remove the files of saves that failed: also at the end, because TensorStore may write after its error."""
+        for step in self._discarded if self._group.is_first else ():
+            for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
         """The barrier of Orbax's threads; they reach it at the end of a save, also of one that has failed."""
@@ -229,6 +236,7 @@ class CheckpointWriter:
             self.settle()
         with self.unless_lost("finished"):
             failed = close_manager(self._manager)
+            self._remove_discarded()
             if failed is not None and not (error is not None and no_space(failed)):
                 raise failed
 

@@ -23,7 +23,11 @@ def test_only_a_full_disk_asks_for_space(tmp_path, caplog, missing, reason, advi
     writer.open()
     writer.missing, writer._abandoned = missing, 4
     assert writer.discard_abandoned(4)
+    late, other = (tmp_path / f"{step}.orbax-checkpoint-tmp" / "late" for step in (4, 5))
+    late.mkdir(parents=True)  # as TensorStore does, whose writes no error ends
+    other.mkdir(parents=True)
     writer.close(None)
+    assert [path.name for path in tmp_path.iterdir()] == [other.parent.name]
     text = (
         f"checkpoint 4 is missing: {reason} in {tmp_path}. Training continues, and the next save tries again.{advice}"
     )
