@@ -175,27 +175,27 @@ def run(
 
     with machines(link, len(paces)) as names, tempfile.TemporaryDirectory(prefix="jaxche-link-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job | {"paces": list(paces)}))
-        children = []
-        for rank, (name, pace) in enumerate(zip(names, paces, strict=True)):
-            env = os.environ | {TUNABLES: with_tunables(os.environ.get(TUNABLES, ""))}
-            if torch_python:
-                env |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "ADDRESS": address(rank)}
-                env |= {"RANK": str(rank), "WORLD_SIZE": str(len(paces)), "GLOO_SOCKET_IFNAME": "veth0"}
-                env |= {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # they log each merge and connection
-                program = [torch_python, str(Path(__file__).with_name("peers") / "torch_link.py"), folder]
-            else:
-                env |= {
-                    "JAX_PLATFORMS": "cpu",
-                    "JAXCHE_COORDINATOR": f"{address(0)}:{PORT}",
-                    "JAXCHE_NUM_PROCESSES": str(len(paces)),
-                    "JAXCHE_PROCESS_ID": str(rank),
-                    "JAXCHE_PACE_MS": str(pace),
-                }
-                program = [sys.executable, __file__, "--worker", folder]
-            command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1)), *program]
-            # Gloo prints its connections there.
-            children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
+        children: list[subprocess.Popen[bytes]] = []
         try:
+            for rank, (name, pace) in enumerate(zip(names, paces, strict=True)):
+                env = os.environ | {TUNABLES: with_tunables(os.environ.get(TUNABLES, ""))}
+                if torch_python:
+                    env |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "ADDRESS": address(rank)}
+                    env |= {"RANK": str(rank), "WORLD_SIZE": str(len(paces)), "GLOO_SOCKET_IFNAME": "veth0"}
+                    env |= {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # they log each merge and connection
+                    program = [torch_python, str(Path(__file__).with_name("peers") / "torch_link.py"), folder]
+                else:
+                    env |= {
+                        "JAX_PLATFORMS": "cpu",
+                        "JAXCHE_COORDINATOR": f"{address(0)}:{PORT}",
+                        "JAXCHE_NUM_PROCESSES": str(len(paces)),
+                        "JAXCHE_PROCESS_ID": str(rank),
+                        "JAXCHE_PACE_MS": str(pace),
+                    }
+                    program = [sys.executable, __file__, "--worker", folder]
+                command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1)), *program]
+                # Gloo prints its connections there.
+                children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
             end = time.monotonic() + 1800
             while None in (codes := [child.poll() for child in children]) and not any(codes):
                 if time.monotonic() > end:
@@ -271,6 +271,11 @@ def machines(link: Link, count: int, is_calm: bool = False) -> Iterator[list[str
             relaying.terminate()
             relaying.wait()
         for name in (*names, hub):
+            # Also a process that was started when a signal came.
+            found = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for pid in found.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 

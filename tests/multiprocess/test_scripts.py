@@ -93,6 +93,17 @@ def test_a_script_that_is_stopped_leaves_nothing(words, last, until):
     assert not list(pathlib.Path("/etc/netns").glob(f"jaxche{script.pid}-*"))
 
 
+def test_no_process_outlives_its_namespace():
+    try:
+        with slow_link.machines(slow_link.Link.parse("none/0ms"), 2) as names:
+            left = subprocess.Popen(["ip", "netns", "exec", names[1], "sleep", "600"])
+            until_inside = f"until ip netns pids {names[1]} | grep -q {left.pid}; do sleep 0.01; done"
+            subprocess.run(["bash", "-c", until_inside], check=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespaces: {error}")
+    assert left.wait(60) == -9
+
+
 @pytest.mark.slow
 def test_runs_come_through_faults(run_forked):
     # test_resumed.py has the other kinds: a rank that dies, and one that hangs.
