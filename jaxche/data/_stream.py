@@ -124,12 +124,12 @@ class Stream:
         return hasattr(self.source, "__next__")
 
     @property
-    def goes_on(self) -> bool:
-        """Whether each iteration of the source goes on with one iterator of Python, which cannot be read again."""
+    def shares_iterator(self) -> bool:
+        """Whether ``iter(source)`` returns the same iterator each time, so that its batches can be read only once."""
         if not _is_iterable(self.source):
             return False
         iterator = iter(self.source)
-        # Others, such as those of a loader with workers, may start anew.
+        # Only iterators of Python: that of a loader may begin again at each call, although it is the same object.
         return type(iterator).__module__ in ("builtins", "itertools") and iter(self.source) is iterator
 
     def iterable(self, epoch: int) -> Any:

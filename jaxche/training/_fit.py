@@ -279,7 +279,7 @@ class _Evaluation(NamedTuple):
             size = number_of_batches(self.data, trainer._group)
         except ValueError as error:
             raise ValueError(f"validation: {error}") from None
-        if size is None and ((stream := as_stream(self.data)).has_one_epoch or stream.goes_on):
+        if size is None and ((stream := as_stream(self.data)).has_one_epoch or stream.shares_iterator):
             raise ValueError(
                 f"validation is a {type(stream.source).__name__}, which can be read once only, and every evaluation "
                 "reads all of it; write validation=list(...)"
