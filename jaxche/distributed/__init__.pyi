@@ -10,6 +10,7 @@ from ._coordinator import start_coordinator as start_coordinator
 from ._cpu_client import own_cpu_devices as own_cpu_devices
 from ._cpu_client import register_cpu_client as register_cpu_client
 from ._cpu_client import start_cpu_client as start_cpu_client
+from ._elastic_group import Admission as Admission
 from ._elastic_group import ElasticGroup as ElasticGroup
 from ._elastic_group import TakenForDeadError as TakenForDeadError
 from ._elastic_group import process_group as process_group

@@ -24,7 +24,7 @@ from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError, numbered, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
-from jaxche.distributed._transfer import receive_state, send_state
+from jaxche.distributed._transfer import receive_arrays, receive_message, send_state
 from jaxche.messages import format_ranks
 
 _log = logging.getLogger("jaxche")
@@ -52,6 +52,11 @@ class Quorum(NamedTuple):
     lost: list[int]
     sender: int | None
 
+    @property
+    def incarnation_of_sender(self) -> dict[int, int]:
+        """By its process; empty without a sender."""
+        return {} if self.sender is None else {self.sender: self.members[self.sender]}
+
     def to_json(self) -> str:
         return json.dumps(self._asdict())
 
@@ -63,12 +68,13 @@ class Quorum(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """What a process is given when it is admitted: the membership, JSON and bytes."""
+    """What a process is given when it is admitted: the membership, JSON, and a connection over which arrays follow."""
 
     quorum_id: str
     quorum: Quorum
     message: dict[str, Any]
-    state: np.ndarray
+    sock: socket.socket
+    state_bytes: int
 
 
 class ElasticGroup(Group):
@@ -199,8 +205,8 @@ class ElasticGroup(Group):
         self._answer(process, incarnation, {"refused": reason})
 
     def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]) -> None:
-        """Continue with more members, given by their incarnations; all present ones call it, and the first sends them
-        JSON and arrays. If one of them has died, it raises PeerLostError.
+        """Continue with more members, given by their incarnations; all present ones call it. The first sends them JSON,
+        and arrays in threads of its own: they may arrive later. If one of them has died, it raises PeerLostError.
         """
         is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
@@ -212,25 +218,30 @@ class ElasticGroup(Group):
             requests = self._requests()
             for process, incarnation in candidates.items():
                 if requests[process]["incarnation"] == incarnation:  # else it has died, and the barrier fails
-                    self._send(requests[process]["address"], {process: incarnation}, message, state)
+                    sent = requests[process]["address"], self.quorum_id, {process: incarnation}, message, state
+                    threading.Thread(target=self._send, args=sent, name="jaxche-state", daemon=True).start()
         self._reconnect()
-        self.barrier()  # the candidates have the state
+        self.barrier()  # the candidates have the JSON
 
     def _send(
-        self, address: list[Any], candidate: dict[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]
+        self,
+        address: list[Any],
+        quorum_id: str,
+        candidate: dict[int, int],
+        message: Mapping[str, Any],
+        state: Sequence[np.ndarray],
     ) -> None:
         def waiting() -> None:
-            self.watchdog.heartbeat_while_waiting()
             if self._liveness.lost(candidate):
                 raise ConnectionError("the candidate died")
 
-        # Without its answer the barrier of the new members fails.
-        with contextlib.suppress(OSError), connect(address, self.quorum_id, _CONNECT_S) as sock:
+        # Without its answer the barrier of the new members fails, or their next merge.
+        with contextlib.suppress(OSError), connect(address, quorum_id, _CONNECT_S) as sock:
             send_state(sock, message, state, waiting)
 
     def request_admission(self, fingerprint: Mapping[str, str]) -> Admission | None:
-        """Wait, in standby, until the members admit this process, and :meth:`join` must follow; None if the fit has
-        ended, and RuntimeError if they refuse it or have all died.
+        """Wait, in standby, until the members admit this process; :meth:`join` and :meth:`receive_state` must follow.
+        None if the fit has ended, and RuntimeError if they refuse it or have all died.
         """
         process, incarnation = self.process_index, self.incarnation
         accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
@@ -248,9 +259,12 @@ class ElasticGroup(Group):
                 )
                 return None
             quorum_id, quorum = found
-            sender = {} if quorum.sender is None else {quorum.sender: quorum.members[quorum.sender]}
-            with self._sender_of(quorum_id, accepted, sender) as sock:
-                return Admission(*found, *receive_state(sock, lambda: self._raise_if_lost(sender)))
+            sender = quorum.incarnation_of_sender
+            with contextlib.ExitStack() as stack:
+                sock = stack.enter_context(self._sender_of(quorum_id, accepted, sender))
+                message, state_bytes = receive_message(sock, lambda: self._raise_if_lost(sender))
+                stack.pop_all()
+                return Admission(quorum_id, quorum, message, sock, state_bytes)
 
     def _sender_of(
         self, quorum_id: str, accepted: queue.SimpleQueue[tuple[socket.socket, str]], sender: Mapping[int, int]
@@ -294,6 +308,11 @@ class ElasticGroup(Group):
         self.standby = False
         self._enter(admission.quorum_id, admission.quorum)
         self.barrier()
+
+    def receive_state(self, admission: Admission) -> np.ndarray:
+        """The bytes of the arrays that a member sends; PeerLostError if it died, or a checksum is wrong."""
+        sender = admission.quorum.incarnation_of_sender
+        return receive_arrays(admission.sock, admission.state_bytes, lambda: self._raise_if_lost(sender))
 
     def leave(self) -> None:
         """Leave the run at exit."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,37 +40,40 @@ def aligned(size: int) -> np.ndarray:
 
 
 def send_state(sock: socket.socket, message: Any, arrays: Sequence[np.ndarray], waiting: Callable[[], None]) -> None:
-    """Send JSON and the bytes of arrays; ``waiting`` is called while nothing moves, and may raise."""
+    """Send JSON, then the bytes of arrays; ``waiting`` is called while nothing moves, and may raise."""
     text = json.dumps(message).encode()
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     lengths = _LENGTHS.pack(len(text), sum(padded(view.nbytes) for view in views))
     sock.settimeout(_SLICE_S)
     _send(sock, lengths + _CHECKSUM.pack(zlib.crc32(lengths)), 0, waiting)
-    checksum = _send(sock, text, 0, waiting)
+    _send(sock, _CHECKSUM.pack(_send(sock, text, 0, waiting)), 0, waiting)
+    checksum = 0
     for view in views:
         checksum = _send(sock, view.data, checksum, waiting)
         checksum = _send(sock, bytes(padded(view.nbytes) - view.nbytes), checksum, waiting)
     _send(sock, _CHECKSUM.pack(checksum), 0, waiting)
 
 
-def receive_state(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any, np.ndarray]:
-    """The JSON and the bytes that :func:`send_state` sends, those of each array at the next multiple of 64;
-    PeerLostError if the connection failed, or a checksum is wrong.
+def receive_message(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any, int]:
+    """The JSON that :func:`send_state` sends first, and the size of the arrays that follow in bytes; PeerLostError if
+    the connection failed, or a checksum is wrong.
     """
     sock.settimeout(_SLICE_S)
-    head = _receive(sock, _LENGTHS.size, 0, waiting)
-    _compare(sock, head[1], waiting)
-    text_bytes, state_bytes = _LENGTHS.unpack(head[0].data)
-    text, checksum = _receive(sock, text_bytes, 0, waiting)
-    state, checksum = _receive(sock, state_bytes, checksum, waiting)
-    _compare(sock, checksum, waiting)
-    return json.loads(text.tobytes()), state
+    text_bytes, state_bytes = _LENGTHS.unpack(_checked(sock, _LENGTHS.size, waiting).data)
+    return json.loads(_checked(sock, text_bytes, waiting).tobytes()), state_bytes
 
 
-def _compare(sock: socket.socket, checksum: int, waiting: Callable[[], None]) -> None:
-    """Compare the checksum that follows with that of what has arrived."""
+def receive_arrays(sock: socket.socket, state_bytes: int, waiting: Callable[[], None]) -> np.ndarray:
+    """The bytes of the arrays that follow the message, those of each array at the next multiple of 64."""
+    return _checked(sock, state_bytes, waiting)
+
+
+def _checked(sock: socket.socket, size: int, waiting: Callable[[], None]) -> np.ndarray:
+    """So many bytes, compared with the checksum that follows them."""
+    data, checksum = _receive(sock, size, 0, waiting)
     if _CHECKSUM.unpack(_receive(sock, _CHECKSUM.size, 0, waiting)[0].data) != (checksum,):
         raise PeerLostError("the state that a member sent has a wrong checksum")
+    return data
 
 
 def _send(sock: socket.socket, data: Any, checksum: int, waiting: Callable[[], None]) -> int:
@@ -89,8 +93,11 @@ def _send(sock: socket.socket, data: Any, checksum: int, waiting: Callable[[], N
 def _receive(sock: socket.socket, size: int, checksum: int, waiting: Callable[[], None]) -> tuple[np.ndarray, int]:
     """So many bytes, and the checksum of those before and of these."""
     data = aligned(size)
-    view = data.data
+    view, since = data.data, time.monotonic()
     while view:
+        if time.monotonic() - since > _SLICE_S:
+            since = time.monotonic()
+            waiting()
         try:
             read = sock.recv_into(view[:_PIECE_BYTES])
         except TimeoutError:

@@ -185,6 +185,8 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
             if membership:
                 membership.admit(run)
             state, info = trainer._round(run.state, run.data, end=run.end)
+            if membership:
+                state = membership.after_round(state)
             if info.stop or run.end.is_reached(state):
                 state = state.merged()
         except PeerLostError as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxche.cadence import ApplyPolicy, Choice, ElChe, RoundPlan, RowShares
 from jaxche.data import StreamReader, to_json
-from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
+from jaxche.distributed import Admission, ElasticGroup, PeerLostError, TakenForDeadError, padded
 from jaxche.messages import format_ranks
 from jaxche.replicas import LocalState
 from jaxche.reports import History
@@ -35,6 +35,8 @@ class Membership:
         self._trainer, self._group = trainer, group
         # The incarnations of the processes to admit before the next round, and the new order of ranks.
         self._pending: tuple[dict[int, int], list[int]] | None = None
+        # The ranks that get their state during the next round, and take no local steps in it.
+        self.newcomers: tuple[int, ...] = ()
         # The last measured steps per round and ms per step, by rank at the start.
         self._measured: dict[int, tuple[int, float]] = {}
         # The rounds in which connections broke while all processes were alive.
@@ -53,7 +55,7 @@ class Membership:
 
     def reset(self) -> None:
         """Discard pending admissions at the end of a fit."""
-        self._pending = None
+        self._pending, self.newcomers = None, ()
 
     def poll(self) -> None:
         """Agree on the processes to admit after this round.
@@ -82,7 +84,10 @@ class Membership:
         return accepted, ranks_of(processes_of_ranks, {*self._group.members, *accepted})
 
     def admit(self, run: Run) -> None:
-        """Admit the processes that :meth:`poll` found; all members call it together."""
+        """Admit the processes that :meth:`poll` found; all members call it together.
+
+        Their state is sent while the next round runs. That round keeps to local steps, if the last one had them.
+        """
         if self._pending is None:
             return
         engine, (admitted, order) = self._trainer._engine, self._pending
@@ -92,21 +97,33 @@ class Membership:
         for hook in run.hooks:
             hook.on_admission()
         # The broadcast waits for all: all members admit them, or none.
-        state = self._of_ranks(run.state, order)
+        state, choice = self._of_ranks(run.state, order), run.state.choice
+        if choice is not None and choice.is_local:
+            reason = "local steps while a process that joins gets its state"
+            state = replace(state, choice=Choice(ApplyPolicy.CADENCE, reason=reason, since=state.round))
+        homes = self._trainer._settings.processes_of_ranks
+        newcomers = [place for place, rank in enumerate(order) if not admitted.keys().isdisjoint(homes[rank])]
         message, arrays = {}, []
         if self._group.is_first:
-            message = {"order": order, "history": run.history.to_json()}
+            message = {"order": order, "newcomers": newcomers, "history": run.history.to_json()}
             message["state"] = metadata(self._with_iterator(state, run.data))
             message["measured"] = list(self._measured.items())
             message["opt_states_differ"] = state.opt_states_differ
             arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
         self._group.admit(admitted, message, arrays)
         # Before the collectives that follow: if a process dies in them, the state has the ranks of the engine.
-        run.state, run.previous, self._pending = state, None, None
+        run.state, run.previous, self._pending, self.newcomers = state, None, None, tuple(newcomers)
         self._arrange(order, state.local_states)
         processes = format_ranks(list(admitted))
         _log.warning("process %s joined: continuing from round %s with %s", processes, state.round, len(order))
         self._call_hooks(run, shrunk=False)
+
+    def after_round(self, state: TrainerState) -> TrainerState:
+        """The state after a round; if it was the first of newcomers, ``policy="auto"`` begins again with exact sync."""
+        has_newcomers, self.newcomers = bool(self.newcomers), ()
+        if has_newcomers and state.choice is not None:
+            state = replace(state, choice=_measured_again(state.round))
+        return state
 
     def _with_iterator(self, state: TrainerState, data: Any) -> TrainerState:
         """The state with that of the iterator of a stream, if it can be sent: the process then need not read again."""
@@ -141,27 +158,37 @@ class Membership:
                 admission = group.request_admission(engine.fingerprint)
                 if admission is None:
                     raise SystemExit(0)
-                state_dict, message = engine.state_dict(state.local_states), admission.message
-                local_states = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
-                group.join(admission)
+                failed, local_states = self._take_over(run, state, admission)
                 break
             except PeerLostError as error:
                 _log.warning("process %s was not admitted, and tries again: %s", group.process_index, error)
                 group.restart()
-        self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
-        order = message["order"]
-        che = trainer._settings.che and replace(
-            trainer._settings.che, world_size=len(order), batch_counts=(), ms_per_batch=(), ms_samples=()
-        )
-        differ = message["opt_states_differ"]
-        state = replace(state, local_states=local_states, che=che, opt_states_differ=differ)
-        run.state = with_metadata(state, message["state"])
-        run.previous, run.history = None, History.from_json(message["history"])
-        try:
-            self._arrange(order, local_states)
-            self._call_hooks(run, shrunk=False)
-        except PeerLostError as error:
-            self.recover(run, error)
+                self._arrange(own, state.local_states)
+        run.state = replace(run.state, local_states=local_states)
+        if failed is not None:
+            self.recover(run, failed)
+
+    def _take_over(
+        self, run: Run, state: TrainerState, admission: Admission
+    ) -> tuple[PeerLostError | None, tuple[LocalState, ...]]:
+        """Become a member, then wait for the arrays; returns them, and the error of a collective before they came."""
+        group, che, message, failed = self._group, self._trainer._settings.che, admission.message, None
+        order, state_dict = message["order"], self._trainer._engine.state_dict(state.local_states)
+        with admission.sock:
+            group.join(admission)
+            self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
+            che = che and replace(che, world_size=len(order), batch_counts=(), ms_per_batch=(), ms_samples=())
+            state = replace(state, che=che, opt_states_differ=message["opt_states_differ"])
+            run.state = with_metadata(state, message["state"])
+            run.previous, run.history = None, History.from_json(message["history"])
+            self.newcomers = tuple(message["newcomers"])
+            try:
+                self._arrange(order, state.local_states)
+                self._call_hooks(run, shrunk=False)
+            except PeerLostError as error:  # of the others, not of the sender
+                failed = error
+            arrays = _arrays(state_dict.abstract_trees({}), group.receive_state(admission))
+        return failed, state_dict.load(arrays, {})
 
     def recover(self, run: Run, error: PeerLostError) -> None:
         """Continue with the remaining processes after a failed collective, or join them again.
@@ -194,7 +221,7 @@ class Membership:
         state before it. If no process has died, all continue over new connections.
         """
         # If a pending process has died, the next collective detects it; else it requests admission again.
-        self._pending = None
+        self.reset()
         while True:
             try:
                 (state, order, lost), before = self._common_state(state, before, error), None
@@ -250,7 +277,7 @@ class Membership:
         """
         choice = state.choice
         if choice is not None and len(order) > 1:
-            choice = Choice(reason="not measured again since the processes changed: exact sync", since=state.round)
+            choice = _measured_again(state.round)
         elif choice is not None:
             choice = Choice(ApplyPolicy.CADENCE, reason="one replica is left, which merges nothing", since=state.round)
         shares = RowShares(shapes_differ=state.row_shares.shapes_differ)
@@ -299,6 +326,11 @@ class Membership:
             for rank in order
         )
         return ElChe.from_dict(saved | {"batch_counts": counts, "ms_per_batch": ms})
+
+
+def _measured_again(round: int) -> Choice:
+    """The choice with which ``policy="auto"`` begins again."""
+    return Choice(reason="not measured again since the processes changed: exact sync", since=round)
 
 
 def refusal(members: Mapping[str, str], candidate: Mapping[str, str]) -> str | None:

@@ -131,6 +131,7 @@ class PlanRules(NamedTuple):
       joined: batches in an update under ``sync``, unless ``"auto"`` has chosen a number.
       unit: shares of rows are multiples of it, because each device of a sharded replica takes as many rows.
       solo_steps: steps in a round of a single replica; None for :data:`SOLO_ROUND`, or more where steps are short.
+      newcomers: the ranks whose state is on its way; in a round of local steps they take none.
     """
 
     policy: ApplyPolicy
@@ -138,6 +139,7 @@ class PlanRules(NamedTuple):
     joined: int
     unit: int = 1
     solo_steps: int | None = None
+    newcomers: tuple[int, ...] = ()
 
     def policy_of(self, state: TrainerState) -> ApplyPolicy:
         """The policy of the next round."""
@@ -218,6 +220,8 @@ def next_plan(state: TrainerState, size: int, rules: PlanRules, end: End = ENDLE
         # Whole steps, so that each has as many rows; the rest comes last.
         return plan.cut(total - total % shares.joined if total > shares.joined else total)
     policy, counts = rules.policy_of(state), _whole_counts(state, rules, left, end.stops)
+    if policy is not ApplyPolicy.SYNC:
+        counts = [0 if rank in rules.newcomers else n for rank, n in enumerate(counts)]
     if policy is ApplyPolicy.ASYNC and not state.pending_batches:  # rounds cross the end of an epoch
         whole = None if end.epochs is None else (end.epochs - epoch) * size - start
         left = min((limit for limit in (whole, most) if limit is not None), default=None)

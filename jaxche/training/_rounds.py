@@ -278,7 +278,8 @@ class Rounds:
     def _rules(self) -> PlanRules:
         """The rules of the next plan; an elastic run changes the number of replicas."""
         joined = self.world_size if self._settings.chooses else self._settings.joined
-        return PlanRules(self.policy, self.world_size, joined, self._settings.unit, self._solo_steps)
+        newcomers = self._membership.newcomers if self._membership else ()
+        return PlanRules(self.policy, self.world_size, joined, self._settings.unit, self._solo_steps, newcomers)
 
     def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
@@ -310,6 +311,8 @@ class Rounds:
             self._membership.poll()
         merged = engine.merge(planned, results, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
+        if self._rules.newcomers:  # the others may have waited for their state, which is no time of a merge
+            elapsed_ms = 0.0
         table = RoundStatistics(merged.table, engine.columns)
         errors = {rank: result.error for rank, result in zip(engine.ranks, results, strict=True) if result.error}
         table.check(planned, self._group, errors, bool(merged.report.finite))

@@ -87,9 +87,9 @@ def receive_bare(sock: socket.socket, size: int) -> None:
 
 
 def receive_bytes(sock: socket.socket, size: int) -> Any:
-    from jaxche.distributed._transfer import receive_state as receive
+    from jaxche.distributed._transfer import receive_arrays, receive_message
 
-    return receive(sock, lambda: None)[1]
+    return receive_arrays(sock, receive_message(sock, lambda: None)[1], lambda: None)
 
 
 def receive_state(sock: socket.socket, size: int) -> None:

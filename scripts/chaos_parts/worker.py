@@ -147,7 +147,8 @@ def flip_when_asked(fault: Path) -> None:
             head = _transfer._LENGTHS.size + _transfer._CHECKSUM.size
             text = len(json.dumps(message).encode())
             state = sum(_transfer.padded(array.nbytes) for array in arrays)
-            first, size = {"head": (0, head), "text": (head, text), "state": (head + text, state)}[flip["part"]]
+            arrays_at = head + text + _transfer._CHECKSUM.size
+            first, size = {"head": (0, head), "text": (head, text), "state": (arrays_at, state)}[flip["part"]]
             sock = FlippingSocket(sock, first + int(flip["at"] * size), flip["bit"])
         send_state(sock, message, arrays, waiting)
 

@@ -3,12 +3,15 @@
 import contextlib
 import json
 import queue
+import socket
+import threading
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
-from jaxche.distributed import PeerLostError, TakenForDeadError
+from jaxche.distributed import Listener, PeerLostError, TakenForDeadError
 from jaxche.distributed import _elastic_group as module
 
 
@@ -121,7 +124,7 @@ def test_the_request_of_a_candidate_that_came_after_the_one_that_is_answered_sta
         value = {"incarnation": incarnation, "fit": 1, "fingerprint": {}, "address": [incarnation]}
         store.key_value_set("jaxche/request/2", json.dumps(value), allow_overwrite=True)
 
-    def send(address, candidate, message, state):
+    def send(address, quorum_id, candidate, message, state):
         sent.append((address, candidate))
         request(3)
 
@@ -131,6 +134,7 @@ def test_the_request_of_a_candidate_that_came_after_the_one_that_is_answered_sta
         monkeypatch.setattr(zero, "_send", send)
         monkeypatch.setattr(zero, "barrier", lambda: None)
         zero.admit({process: candidate["incarnation"]}, {}, [])
+        wait_for_senders()
         assert sent == [([2], {2: 2})]
         zero._incarnations = one.incarnations
     else:
@@ -145,9 +149,50 @@ def test_the_state_of_a_dead_candidate_is_not_sent_to_the_next_one(groups, store
     dead.add((2, 1))
     assert zero.shrink() == one.shrink() == [2]
     store.key_value_set("jaxche/request/2", json.dumps({"incarnation": 3, "address": [3]}))
-    monkeypatch.setattr(zero, "_send", lambda *sent: pytest.fail(f"sent {sent}"))
+    sent = []
+    monkeypatch.setattr(zero, "_send", lambda *given: sent.append(given))
     monkeypatch.setattr(zero, "barrier", lambda: None)
     zero.admit({2: 2}, {}, [])
+    wait_for_senders()
+    assert not sent
+
+
+def wait_for_senders():
+    for thread in threading.enumerate():
+        if thread.name == "jaxche-state":
+            thread.join()
+
+
+def test_members_go_on_while_the_state_of_a_candidate_is_on_its_way(groups, store, monkeypatch):
+    (zero, one, two), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    monkeypatch.setattr(zero, "barrier", lambda: None)
+    state, accepted = np.arange(10_000_000, dtype=np.uint8), queue.SimpleQueue()  # more than a socket holds
+    with contextlib.closing(Listener("127.0.0.1", lambda *found: accepted.put(found))) as listener:
+        store.key_value_set("jaxche/request/2", json.dumps({"incarnation": 2, "address": listener.address}))
+        zero.admit({2: 2}, {"order": [0, 1, 2]}, [state])
+        assert zero.members == (0, 1, 2)
+        sock, quorum_id = accepted.get()
+    assert quorum_id == zero.quorum_id
+    with sock:
+        message, size = module.receive_message(sock, lambda: None)
+        assert message == {"order": [0, 1, 2]}
+        admission = module.Admission(*two._newest(), message, sock, size)
+        found = two.receive_state(admission)
+    np.testing.assert_array_equal(found[: state.size], state)
+    wait_for_senders()
+
+
+def test_a_candidate_whose_sender_died_does_not_wait_for_the_rest(groups):
+    (_, _, two), dead = groups
+    here, there = socket.socketpair()
+    dead.add((0, 1))
+    with here, there:
+        there.settimeout(0.01)
+        admission = module.Admission("4", module.Quorum({0: 1, 2: 2}, [], 0), {}, there, 64)
+        with pytest.raises(PeerLostError, match="process 0 died while it sent its state"):
+            two.receive_state(admission)
 
 
 def test_a_process_leaves_at_once(groups, monkeypatch):
@@ -179,7 +224,7 @@ def test_the_state_is_sent_as_long_as_its_candidate_is_alive(groups, monkeypatch
     monkeypatch.setattr(module, "connect", lambda address, text, timeout_s: contextlib.nullcontext())
     monkeypatch.setattr(module, "send_state", send_state)
     dead |= {(2, 2)} if is_dead else set()
-    zero._send(["127.0.0.1", 1], {2: 2}, {"order": [0]}, [])
+    zero._send(["127.0.0.1", 1], "3", {2: 2}, {"order": [0]}, [])
     assert sent == ([] if is_dead else [{"order": [0]}])
 
 

@@ -55,7 +55,8 @@ def transfer(**faults):
     thread.start()
     try:
         with there:
-            return *module.receive_state(there, lambda: None), sock._sent
+            message, size = module.receive_message(there, lambda: None)
+            return message, module.receive_arrays(there, size, lambda: None), sock._sent
     finally:
         thread.join()
 
@@ -73,15 +74,18 @@ def test_what_is_sent_arrives_and_arrays_begin_where_jax_needs_no_copy():
     assert sent < start + 200
 
 
-@pytest.mark.parametrize("part", ["lengths", "checksum of lengths", "text", "array", "padding", "checksum"])
+@pytest.mark.parametrize(
+    "part", ["lengths", "checksum of lengths", "text", "checksum of text", "array", "padding", "checksum"]
+)
 @pytest.mark.parametrize("bit", [0, 7])
 def test_one_wrong_bit_is_found(part, bit):
     """A wrong length would otherwise reserve 2 ** 63 bytes: MemoryError, which ends the process."""
     text = len(module.json.dumps(MESSAGE).encode())
     head = module._LENGTHS.size + module._CHECKSUM.size
-    first = head + text
+    first = head + text + module._CHECKSUM.size
     size = sum(module.padded(array.nbytes) for array in ARRAYS)
-    at = {"lengths": 0, "checksum of lengths": 17, "text": head + 3, "array": first + 600_000}
+    at = {"lengths": 0, "checksum of lengths": 17, "text": head + 3}
+    at |= {"checksum of text": head + text, "array": first + 600_000}
     at |= {"padding": first + ARRAYS[0].nbytes + 1, "checksum": first + size + 2}
     with pytest.raises(PeerLostError, match="wrong checksum"):
         transfer(flip=(at[part], bit))
@@ -102,12 +106,12 @@ def test_while_nothing_moves_it_asks_whether_the_peer_is_alive(monkeypatch):
     here, there = socket.socketpair()
     with here, there:
         with pytest.raises(PeerLostError, match="process 0 died"):
-            module.receive_state(there, lost)
+            module.receive_message(there, lost)
         with pytest.raises(PeerLostError, match="process 0 died"):
             module.send_state(here, MESSAGE, [np.zeros(10_000_000, np.uint8)], lost)
 
 
-def test_a_member_that_is_slow_is_waited_for_and_one_that_is_gone_is_lost():
+def test_a_member_that_is_slow_is_waited_for_and_one_that_is_gone_is_lost(monkeypatch):
     class Slow:
         def __init__(self, *events):
             self._events = list(events)
@@ -120,7 +124,11 @@ def test_a_member_that_is_slow_is_waited_for_and_one_that_is_gone_is_lost():
             return len(event)
 
     waited = []
+    monkeypatch.setattr(module, "_SLICE_S", 60)
     data, _ = module._receive(Slow(b"ab", TimeoutError(), b"cd"), 4, 0, lambda: waited.append(1))
     assert (bytes(data), waited) == (b"abcd", [1])
+    monkeypatch.setattr(module, "_SLICE_S", -1)  # also while bytes move: the launcher waits for a heartbeat
+    module._receive(Slow(b"ab", b"cd"), 4, 0, lambda: waited.append(2))
+    assert waited == [1, 2, 2]
     with pytest.raises(PeerLostError, match="the member that sent its state is gone: reset"):
         module._receive(Slow(b"ab", ConnectionResetError("reset")), 4, 0, lambda: None)

@@ -257,7 +257,7 @@ def die_in_admission(moment):
     if moment == "sender" and jax.process_index() == 0 and not restart:
         _elastic_group.send_state = die
     if moment == "candidate" and jax.process_index() == 1 and restart == 1:
-        _elastic_group.receive_state = die
+        _elastic_group.receive_arrays = die
     if moment == "member" and jax.process_index() == 2 and not restart:
         arrange = PreparedEngine.arrange
 
@@ -267,6 +267,29 @@ def die_in_admission(moment):
             arrange(self, order, local_states)
 
         PreparedEngine.arrange = arrange_or_die
+
+
+def read_state_late(folder):
+    """A replacement reads its state once the others have taken the local steps of their next round."""
+    stepped = Path(folder) / "stepped"
+    poll, receive = _membership.Membership.poll, _elastic_group.receive_arrays
+
+    def after_steps(self):
+        if self.newcomers:
+            stepped.touch()
+        poll(self)
+
+    def receive_late(*args):
+        end = time.monotonic() + 60
+        while not stepped.exists():
+            assert time.monotonic() < end, "the others wait for a process that joins"
+            time.sleep(0.05)
+        return receive(*args)
+
+    if int(os.environ["JAXCHE_RESTART"]):
+        _elastic_group.receive_arrays = receive_late
+    else:
+        _membership.Membership.poll = after_steps
 
 
 def fail_to_read(step):
@@ -295,6 +318,8 @@ def main(what, round, folder, rules="plain"):
         fail_to_read(int(what.split()[1]))
     if "dies-" in what:
         die_in_admission(what.partition("dies-")[2])
+    if "late" in what.split():
+        read_state_late(folder)
     print_errors()
     if what.startswith("FIRST") and jax.process_index() == victim_of(what):
         die_before_connecting()

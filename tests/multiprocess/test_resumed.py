@@ -344,6 +344,22 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, rul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rules", ["plain", "scaled", "codes", "overlapped"])
+def test_the_others_take_local_steps_while_a_replacement_gets_its_state(program, tmp_path, capfd, rules):
+    options = {"elastic": True, "max_restarts": 1, "rules": rules}
+    code, results = run(tmp_path / "run", "JOIN unsaved late", 3, processes=3, **options)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert results == [results[0]] * 3
+    counts = [counts for _, _, _, counts, _ in results[0]["rounds"]]
+    first = max(i for i, found in enumerate(counts) if len(found) == 2) + 1
+    assert counts[first][1] == 0
+    assert min(counts[first][0], counts[first][2]) > 0
+    assert counts[first + 1][1] > 0
+    assert read(results[0]["rounds"]) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["JOIN unsaved stream", "JOIN unsaved stream restored"])
 def test_a_stream_is_read_once_by_survivors_and_a_replacement(program, tmp_path, capfd, what):
     code, results = run(tmp_path / "run", what, 4, processes=3, elastic=True, max_restarts=1)

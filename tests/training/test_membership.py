@@ -1,5 +1,6 @@
 """Who goes on, how often, with which cadence; tests/multiprocess does it with real processes."""
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -106,6 +107,34 @@ def test_the_choice_between_sync_and_local_steps_is_made_again_from_exact_sync()
     one._trainer._engine.order = [0, 2]
     alone = one._of_ranks(two, [2])
     assert (alone.choice.policy, alone.che) == (ApplyPolicy.CADENCE, None)
+
+
+def test_local_steps_end_after_the_round_in_which_a_newcomer_got_its_state():
+    one = Membership(None, None)
+    choice = Choice(ApplyPolicy.CADENCE, reason="local steps while a process that joins gets its state", since=9)
+    given = TrainerState((), ElChe(2, 4), DivergenceCorrection(), round=10, choice=choice)
+    assert one.after_round(given) is given
+    one.newcomers = (1,)
+    after = one.after_round(given)
+    assert (after.choice.policy, after.choice.since, one.newcomers) == (ApplyPolicy.SYNC, 10, ())
+    one.newcomers = (1,)
+    without = replace(given, choice=None)  # of another policy
+    assert one.after_round(without) is without
+    one.newcomers = (1,)
+    one.reset()
+    assert one.newcomers == ()
+
+
+def test_the_wait_for_the_state_of_a_newcomer_is_no_time_of_a_merge(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), che=ElChe(2, 2), replicas=devices[:2])
+    trainer._membership = SimpleNamespace(poll=lambda: time.sleep(0.2), newcomers=(1,), reset=lambda: None)
+    state, info = trainer.round(trainer.init(problem.params), problem.data)
+    assert info.counts == (2, 0)
+    assert state.sync_ms == 0
+    trainer._membership.newcomers = ()
+    state, info = trainer.round(state, problem.data)
+    assert min(info.counts) > 0
+    assert state.sync_ms >= 200
 
 
 def test_a_process_that_waits_for_admission_admits_nobody():

@@ -33,6 +33,13 @@ def test_the_policy_sets_the_counts(policy, counts):
     assert (plan.round, plan.epoch, plan.start) == (0, 0, 0)
 
 
+def test_a_rank_whose_state_is_on_its_way_takes_no_local_steps():
+    given, three = ElChe(3, 4), rules(world_size=3)._replace(newcomers=(1,))
+    assert next_plan(state(given), 100, three).counts == (4, 0, 4)
+    assert next_plan(state(given), 3, three).counts == (2, 0, 1)
+    assert next_plan(state(given), 100, three._replace(policy=ApplyPolicy.SYNC)).counts == (1, 1, 1)
+
+
 def test_a_single_replica_runs_in_long_rounds_to_the_end_of_the_epoch():
     assert next_plan(state(che=None, cursor=90), 100, rules(world_size=1)).counts == (10,)
     assert next_plan(state(che=None), 100, rules(world_size=1)).counts == (50,)
