@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ _REQUESTS, _ANSWERS, _ENDED_FITS = "jaxche/request", "jaxche/answer", "jaxche/en
 # Seconds for a candidate to accept a connection, ms between its looks for an answer, and ms for process 0 to write the
 # address of the liveness server.
 _CONNECT_S, _POLL_MS, _ADDRESS_MS = 10.0, 200, 60_000
+# How often a process that is in another call than the others looks for news of a death.
+_LOOKS = 10
 
 
 class TakenForDeadError(PeerLostError):
@@ -121,6 +124,15 @@ class ElasticGroup(Group):
 
     def lost(self) -> list[int]:
         return self._liveness.lost(self.incarnations)
+
+    def raise_if_lost(self) -> None:
+        """Raise PeerLostError if a member has died, or has seen a death; waits a moment for the news."""
+        for _ in range(_LOOKS):
+            if lost := self.lost():
+                raise PeerLostError(f"process {format_ranks(lost)} died, and others went on to another call")
+            if self.client.key_value_dir_get(self._failures):
+                raise PeerLostError("a merge failed in another process")
+            time.sleep(_POLL_MS / 1e3)
 
     def receive(self, key: str, process: int) -> str:
         return self._liveness.wait_for_key(key, {process: self.incarnations[process]}, unless=self._failures)

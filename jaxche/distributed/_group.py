@@ -146,6 +146,9 @@ class Group:
         """The members that have died; only an elastic group detects them."""
         return []
 
+    def raise_if_lost(self) -> None:
+        """Raise PeerLostError if a member has died, or has seen a death; only an elastic group detects that."""
+
     def with_connections(self, devices: np.ndarray) -> np.ndarray:
         """The same devices with the present connections between the members."""
         return devices
@@ -167,6 +170,7 @@ class Group:
         found = {process: texts[process].partition("\n") for process in self.members}
         for process, (_, _, other) in found.items():
             if other != place:
+                self.raise_if_lost()
                 here, there = place or "another call", other or "another call"
                 raise RankError(
                     f"process {self.process_index} is in {here}, and process {process} in {there}: {_SAME_CALLS}",

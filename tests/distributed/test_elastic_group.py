@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxche.distributed import Listener, PeerLostError, TakenForDeadError
+from jaxche.distributed import Listener, PeerLostError, RankError, TakenForDeadError
 from jaxche.distributed import _elastic_group as module
 
 
@@ -193,6 +193,23 @@ def test_a_candidate_whose_sender_died_does_not_wait_for_the_rest(groups):
         admission = module.Admission("4", module.Quorum({0: 1, 2: 2}, [], 0), {}, there, 64)
         with pytest.raises(PeerLostError, match="process 0 died while it sent its state"):
             two.receive_state(admission)
+
+
+@pytest.mark.parametrize("news", ["death", "failure", None])
+def test_members_in_different_calls_have_lost_one_if_there_is_news_of_that(groups, store, monkeypatch, news):
+    monkeypatch.setattr(module, "_POLL_MS", 1)
+    (zero, one, _), dead = groups
+    for group in (zero, one):  # process 1 was stopped for a moment, and 0 gave up a save with it
+        group._incarnations = {0: 1, 1: 1}
+        monkeypatch.setattr(group, "receive", lambda key, process: store.blocking_key_value_get(key, 1))
+    store.key_value_set("jaxche/all_gather/0/0/1", "null\nthe save of checkpoint 40")
+    if news == "death":
+        dead.add((1, 1))
+    elif news == "failure":
+        store.key_value_set(f"{zero._failures}1", "")
+    wanted = {"death": "process 1 died, and others went on", "failure": "a merge failed", None: "in another call"}
+    with pytest.raises(RankError if news is None else PeerLostError, match=wanted[news]):
+        zero.all_gather(None)
 
 
 def test_a_process_leaves_at_once(groups, monkeypatch):
