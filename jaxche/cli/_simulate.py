@@ -157,8 +157,10 @@ def _fleet(args: argparse.Namespace) -> jaxche.VirtualFleet:
                 f"--slowdown: there is no rank {args.slowdown.rank}, only 0 to {len(ms) - 1}; write --slowdown 1@50x2"
             )
         changed[args.slowdown.rank] *= args.slowdown.factor
-    spread, option = max((ms.max() / ms.min(), "--ms"), (changed.max() / changed.min(), "--slowdown"))
-    if spread > _MOST_SPREAD:
+    # As floats of Python, whose ratio may be infinite without a warning.
+    given, slowed = (max(times) / min(times) for times in (ms.tolist(), changed.tolist()))
+    if max(given, slowed) > _MOST_SPREAD:
+        option, spread = ("--ms", given) if given > _MOST_SPREAD else ("--slowdown", slowed)
         raise ValueError(
             f"{option}: the slowest device takes {spread:.3g} times as long as the fastest, and at most "
             f"{_MOST_SPREAD:g} times are simulated; leave it out, e.g. --ms 20,50"

@@ -48,7 +48,8 @@ def test_the_same_seed_gives_the_same_fleet(capsys):
         (["--spread", "4"], "--ranks 64 --spread 4"),
         (["--slowdown", "9@1x2"], "--slowdown: there is no rank 9, only 0 to 1"),
         (["--slowdown", "1@1x0.000001"], "--slowdown: the slowest device takes 4e+05 times"),
-        (["--ms", "1e9,1e-6"], "takes 1e+15 times as long as the fastest, and at most 10000 times"),
+        (["--ms", "1e9,1e-6"], "--ms: the slowest device takes 1e+15 times as long as the fastest, and at most 10000"),
+        (["--ms", "1e300,1e-300"], "--ms: the slowest device takes inf times"),
         (["--rounds", "2", "-o", "x.nothing"], "--out x.nothing"),
     ],
 )
