@@ -330,7 +330,8 @@ class FleetRun:
         """
         rounds, size = self.counts.shape
         x = np.arange(rounds)
-        with figure_of([["counts"], ["efficiency"], ["wait"]], heights=[2.2, 1.9, 1.9]) as (figure, axes):
+        panels = [["counts"], ["efficiency"], ["wait"]]
+        with figure_of(panels, heights=[2.2, 1.9, 1.9], points=rounds) as (figure, axes):
             for name, rows in (("counts", self.counts), ("wait", self.wait_ms)):
                 if size <= len(COLOURS):
                     for rank in range(size):
@@ -347,12 +348,14 @@ class FleetRun:
             share = 100 * self.round_efficiency
             axes["efficiency"].step(x, share, where="mid", color=COLOURS[0], label="this run")
             limit = 100 * self.equal_batch_limit
-            axes["efficiency"].axhline(limit, color=COLOURS[5], linestyle="--", label="equal batches,\nfree merge")
+            free = {"color": COLOURS[5], "linestyle": "--", "marker": "", "label": "equal batches,\nfree merge"}
+            axes["efficiency"].axhline(limit, **free)
             title = f"Efficiency {self.efficiency:.1%} of the summed speeds; equal batches reach at most {limit:.1f}%"
             axes["efficiency"].set(ylabel="efficiency (%)", title=title)
             axes["efficiency"].set_ylim(0, 105)
             axes["wait"].set(ylabel="wait (ms)", xlabel="round", title="Waiting for the slowest before the merge")
             for panel in axes.values():
+                panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
                 panel.set_ylim(bottom=0)
                 label_outside(panel)
         return figure

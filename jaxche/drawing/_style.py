@@ -34,12 +34,15 @@ _RANKS = 8
 
 
 @contextlib.contextmanager
-def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterator[tuple[Any, dict[str, Any]]]:
+def figure_of(
+    rows: Sequence[Sequence[str]], heights: Sequence[float], points: int = 2
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """A context with a matplotlib figure of notebook width in the style of jaxche.
 
     Args:
       rows: names of the panels in each row; a row of one panel is as wide as the figure.
       heights: of the rows in inches.
+      points: of each line; a line of one point has no length, so it gets a marker.
 
     Returns:
       A context with the figure and its axes by name. The figure is closed, so that pyplot does not show it.
@@ -59,7 +62,7 @@ def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterat
         raise ImportError("drawing needs matplotlib; write: pip install 'jaxche[plot]'") from error
     columns = int(np.lcm.reduce([len(row) for row in rows]))
     mosaic: Any = [[name for name in row for _ in range(columns // len(row))] for row in rows]
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(_STYLE | {"lines.marker": "o" if points == 1 else "None"}):
         figure, axes = plt.subplot_mosaic(
             mosaic,
             figsize=(_WIDTH, sum(heights)),

@@ -101,7 +101,7 @@ class History(RoundList):
             return "<p>no rounds yet</p>"
         note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
         head, *cells = text_rows(self, 20)
-        return rounds_svg(self[-ROUNDS_DRAWN:], note) + html_table(head, cells)
+        return rounds_svg(self.last_ranks[-ROUNDS_DRAWN:], note) + html_table(head, cells)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Convert the history to JSON lines, one for each round; nan becomes null, infinities "inf" and "-inf".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled
 ROUNDS_DRAWN = 8
 # Above this drift against the merged step, the steps of the replicas cancel more than they agree.
 _APART = 1.0
+# Characters in a line of a legend.
+_LABEL = 24
 
 
 def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
@@ -34,7 +37,8 @@ def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
         rows.append((["noise", "gain"], 1.9))
     if memory:
         rows.append((["memory"], 0.5 + 0.22 * (1 + len(_memory_names(run)))))
-    with figure_of([names for names, _ in rows], [height for _, height in rows]) as (figure, axes):
+    names, heights = [names for names, _ in rows], [height for _, height in rows]
+    with figure_of(names, heights, points=len(rounds)) as (figure, axes):
         for name, panel in axes.items():
             _PANELS[name](panel, run)
     return figure
@@ -86,7 +90,7 @@ def _rounds(axes: Any, run: _Run) -> None:
 
 def _over_rounds(axes: Any, **labels: str) -> None:
     axes.set(xlabel="round", **labels)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def _counts(axes: Any, run: _Run) -> None:
@@ -105,7 +109,8 @@ def _efficiency(axes: Any, run: _Run) -> None:
     percent = [100 * info.efficiency for info in run.infos]
     axes.plot(run.rounds, percent, color=COLOURS[0], lw=1, alpha=0.35)
     axes.plot(run.rounds, _smooth(np.array(percent)), color=COLOURS[0], lw=1.8)
-    wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in run.infos) / 1e3 / run.seconds[-1]
+    # An idle rank does not wait: the summed speeds, too, are those of the ranks that take steps.
+    wait = sum(np.mean(np.array(info.wait_ms)[np.array(info.counts) > 0]) for info in run.infos) / 1e3 / run.seconds[-1]
     merge = run.sync.sum() / 1e3 / run.seconds[-1]
     _over_rounds(axes, ylabel="efficiency (%)")
     axes.set_title(
@@ -118,7 +123,8 @@ def _drift(axes: Any, run: _Run) -> None:
     _over_rounds(axes, ylabel="relative distance", title="Drift: distance of the replicas before a merge")
     drift, direction = ([getattr(info, name) for info in run.infos] for name in ("drift", "drift_dir"))
     if not np.nanmax([*drift, 0.0]) > 0:
-        axes.text(0.5, 0.5, "none: gradients are averaged", ha="center", va="center", transform=axes.transAxes)
+        reason = "none: gradients are averaged, or one rank takes all steps"
+        axes.text(0.5, 0.5, reason, ha="center", va="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[])
         return
     lines = (
@@ -175,11 +181,17 @@ def _metrics(axes: Any, run: _Run) -> None:
     shown = run.metrics[: len(COLOURS)]
     for name, colour in zip(shown, COLOURS, strict=False):
         values = np.array([info.metrics.get(name, np.nan) for info in run.infos])
-        axes.plot(run.examples, values, color=colour, lw=1.6, label=name.replace("$", r"\$"))
+        axes.plot(run.examples, values, color=colour, lw=1.6, label=_label(name))
     some = f", {len(shown)} of {len(run.metrics)}" if len(shown) < len(run.metrics) else ""
     axes.set(xlabel="examples trained on", title=f"Metrics: means over a round{some}")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     label_outside(axes)
+
+
+def _label(name: str) -> str:
+    """The name of a metric in a legend: a long one on several lines, or the panels would have no width."""
+    # matplotlib leaves out labels that begin with _, and reads formulas between dollars.
+    return textwrap.fill(f" {name}" if name.startswith("_") else name, _LABEL).replace("$", r"\$")
 
 
 def _noise(axes: Any, run: _Run) -> None:
@@ -210,7 +222,7 @@ def _memory(axes: Any, run: _Run) -> None:
     axes.axis("off")
     shown = [run.memory[i] for i in ranks_to_show([row["in all"] for row in run.memory])]
     ranks = [f"rank {row['rank']}" for row in shown]
-    lines = [[name, *(f"{row[name] / 2**20:,.2f}" for row in shown)] for name in _memory_names(run)]
+    lines = [[name, *(_mebibytes(row[name]) for row in shown)] for name in _memory_names(run)]
     axes.set_title("Memory of a device in a round (MiB)")
     table = axes.table(
         [["", *ranks], *lines],
@@ -226,6 +238,12 @@ def _memory(axes: Any, run: _Run) -> None:
         cell.get_text().set_ha("left" if column == 0 else "right")
         if row in (0, len(lines)):
             cell.get_text().set_fontweight("bold")
+
+
+def _mebibytes(size: int) -> str:
+    """Bytes as MiB in at most seven characters up to 900 GiB, which fit into a column."""
+    mib = size / 2**20
+    return f"{mib:,.0f}" if mib >= 1000 else f"{mib:.2f}"
 
 
 def _memory_names(run: _Run) -> list[str]:

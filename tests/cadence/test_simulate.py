@@ -117,6 +117,16 @@ def test_plot(size):
     assert not plt.get_fignums()
 
 
+def test_plot_of_one_round_has_points():
+    pytest.importorskip("matplotlib")
+    for rounds, marker in ((1, "o"), (2, "None")):
+        figure = VirtualFleet([20, 50]).run(ElChe(2), rounds).plot()
+        lines = [line for axes in figure.axes for line in axes.lines if line.get_linestyle() != "--"]
+        assert {line.get_marker() for line in lines} == {marker}
+    figure.canvas.draw()
+    assert all("." not in tick.get_text() for tick in figure.axes[0].get_xticklabels())
+
+
 def test_plot_says_what_to_install(monkeypatch):
     real = builtins.__import__
 

@@ -134,6 +134,50 @@ def test_noise_and_memory_panels(history):
     assert cells[2, 1].get_text().get_text() == "3.00"
 
 
+def test_numbers_of_memory_fit_their_columns(history):
+    run = history(2)
+    run.memory = tuple({"rank": rank, "parameters": 80 * 2**30, "in all": 900 * 2**30} for rank in range(2))
+    figure = run.plot()
+    figure.draw_without_rendering()
+    cells = panels(figure)["memory"].tables[0].get_celld()
+    assert [cells[row, 2].get_text().get_text() for row in (1, 2)] == ["81,920", "921,600"]
+    boxes = [cells[2, column].get_text().get_window_extent() for column in (1, 2)]
+    assert boxes[0].x1 < boxes[1].x0
+
+
+def test_one_round_is_a_point(history):
+    for rounds, marker in ((1, "o"), (2, "None")):
+        drawn = panels(history(2, rounds=rounds).plot())
+        for name in ("counts", "efficiency", "drift", "examples", "seconds", "metrics"):
+            assert {line.get_marker() for line in drawn[name].lines} == {marker}
+    ticks = [label.get_text() for label in panels(history(2, rounds=1).plot())["counts"].get_xticklabels()]
+    assert all("." not in tick for tick in ticks)
+
+
+def test_an_idle_rank_is_none_that_waits(round_info):
+    for counts, wait in (((5, 0), "0.0%"), ((5, 1), "25.0%")):
+        run = History([round_info(counts, wall_ms=(100.0, 50.0 * counts[1]), sync_ms=0.0)])
+        assert f"wait {wait}, merge 0.0%" in panels(run.plot())["efficiency"].get_title(loc="left")
+
+
+def test_names_of_metrics_leave_width_to_the_panels(history):
+    long, hidden = "validation/top_5_accuracy_of_the_moving_average_of_the_model", "_loss_of_the_teacher"
+    figure, short = history(2, metrics={long: 0.5, hidden: 0.5}).plot(), history(2).plot()
+    shown = [text.get_text() for text in panels(figure)["metrics"].get_legend().get_texts()]
+    assert "".join(shown[0].split()) == long
+    assert shown[1].strip() == hidden
+    widths = []
+    for one in (figure, short):
+        one.draw_without_rendering()
+        widths.append(panels(one)["examples"].get_position().width)
+    assert widths[0] > 0.9 * widths[1]
+
+
+def test_no_drift_where_one_rank_takes_all_steps(history):
+    axes = panels(history(2, drift=0.0, drift_dir=0.0).plot())["drift"]
+    assert "one rank takes all steps" in axes.texts[0].get_text()
+
+
 def test_no_drift_with_averaged_gradients(history):
     axes = panels(history(2, drift=0.0, drift_dir=0.0).plot())["drift"]
     assert "gradients are averaged" in axes.texts[0].get_text()
@@ -143,6 +187,13 @@ def test_plot_of_rounds_with_the_final_ranks(history):
     drawn = panels(History([*history(3)[:2], *history(2)[2:]]).plot())
     assert "Rounds 2 to 5" in drawn["rounds"].get_title(loc="left")
     assert drawn["counts"].get_lines()[0].get_xdata().tolist() == [2, 3, 4, 5]
+
+
+def test_html_of_rounds_with_the_final_ranks(history):
+    html = History([*history(3)[:4], *history(2)[4:]])._repr_html_()
+    assert "rank 1" in html
+    assert "rank 2" not in html
+    assert "; the last 2:" in html
 
 
 def test_slice(history):
