@@ -253,7 +253,8 @@ class ElChe(CadenceState):
           actual_batches: batches that each rank ran in that time, [R].
           sync_ms: duration of the merge in ms, hidden or not; 0 if not known, which keeps the anchor.
           travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
-            divided by :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
+            divided by :math:`\sqrt{\sum p_i \|\Delta_i\|^2} / \|\bar x\|`, with the share :math:`p_i` of each rank in
+            the batches, under every merge rule; 0 if not known. For the progress tuner.
           exchange_ms: with ``overlap``, the time at the end of the round in which replicas exchange their measurements,
             in ms; 0 if not known. Not for the seed tuner.
 

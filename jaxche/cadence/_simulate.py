@@ -14,6 +14,7 @@ from jaxche.cadence._checks import finite_number, whole_number
 from jaxche.cadence._elche import ElChe, short_row
 from jaxche.cadence._round_plan import plan_round
 from jaxche.drawing import COLOURS, figure_of, label_outside
+from jaxche.messages import brief
 
 # Batches in an epoch of a fleet, which has no data.
 _ENDLESS = 2**48
@@ -189,8 +190,17 @@ class VirtualFleet:
           round: its number.
           batches: rows of each rank in whole batches, [R]; None for whole batches only.
           sent_bytes: that each replica sends in the merge.
+
+        Raises:
+          ValueError: ``counts`` or ``batches`` has another length than the fleet.
         """
-        noise = np.random.default_rng((self.seed, round)).standard_normal(len(self.ms_per_batch) + 1)
+        size = len(self.ms_per_batch)
+        for name, row in (("counts", counts), ("batches", counts if batches is None else batches)):
+            if np.shape(row) != (size,):
+                raise ValueError(
+                    f"{name}={brief(row)} for a fleet of {size} ranks; write one number for each, e.g. (10, 4) for two"
+                )
+        noise = np.random.default_rng((self.seed, round)).standard_normal(size + 1)
         # No batch takes less than a tenth of its time.
         stretch = np.maximum(1.0 + self.jitter * noise, 0.1)
         fixed = self.fixed_ms / np.array(self.ms_per_batch)
@@ -203,6 +213,9 @@ class VirtualFleet:
 
     def run(self, che: ElChe, rounds: int = 100) -> FleetRun:
         """Run the fleet under ``che`` for a number of rounds, planned under its lead limit.
+
+        The tuner ``progress`` keeps its first anchor here: it follows how fast a model changes, and nothing is trained.
+        With ``Trainer(fleet=)`` a model trains on this clock.
 
         Raises:
           ValueError: ``che`` is for another number of ranks, or ``rounds`` is below 1.

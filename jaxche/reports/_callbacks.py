@@ -90,7 +90,8 @@ _RANKS = 16
 
 def scalars(info: RoundInfo) -> dict[str, float]:
     """The finite numbers of a round by name: loss, metrics, validation and costs, steps and waits of up to 16 ranks."""
-    found = {"loss": info.loss, **info.metrics} | {"loss": info.loss}
+    # A loss function may return a part of its loss by the same name.
+    found = {"loss": info.loss} | {"metric/loss" if name == "loss" else name: x for name, x in info.metrics.items()}
     found |= {f"validation/{name}": value for name, value in info.validation.items()}
     names = ("efficiency", "sync_ms", "period_ms", "drift", "drift_dir", "anchor", "examples")
     found |= {f"round/{name}": getattr(info, name) for name in names}

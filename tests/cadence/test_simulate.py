@@ -117,6 +117,15 @@ def test_plot(size):
     assert not plt.get_fignums()
 
 
+@pytest.mark.parametrize(
+    ("counts", "batches", "message"),
+    [((1,), None, r"counts=\(1\) for a fleet of 2 ranks"), ((1, 1), [1.0], r"batches=\[1.0\] for a fleet of 2 ranks")],
+)
+def test_timings_of_another_number_of_ranks(counts, batches, message):
+    with pytest.raises(ValueError, match=message):
+        VirtualFleet([20, 50]).timings(counts, 0, batches)
+
+
 def test_plot_of_one_round_has_points():
     pytest.importorskip("matplotlib")
     for rounds, marker in ((1, "o"), (2, "None")):

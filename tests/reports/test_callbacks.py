@@ -37,6 +37,7 @@ def test_scalars(fit):
     assert scalars(history[-1])["validation/loss"] == 0.25
     other = dataclasses.replace(history[-1], metrics={"loss": 9.0})
     assert scalars(other)["loss"] == history[-1].loss
+    assert scalars(other)["metric/loss"] == 9.0
     assert "scaling/noise" in scalars(fit(scaling=jaxche.AdaScale())[-1])
 
 
