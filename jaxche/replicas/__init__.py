@@ -41,6 +41,7 @@ from jaxche.replicas._programs import LocalPrograms as LocalPrograms
 from jaxche.replicas._programs import LocalState as LocalState
 from jaxche.replicas._programs import Programs as Programs
 from jaxche.replicas._programs import Steps as Steps
+from jaxche.replicas._programs import free as free
 from jaxche.replicas._programs import stayed_finite as stayed_finite
 from jaxche.replicas._replica import LocalResult as LocalResult
 from jaxche.replicas._replica import PaceError

@@ -108,6 +108,11 @@ class Deferred:
         """The tree."""
         return self._make()
 
+    @property
+    def made(self) -> Any:
+        """Its arrays: the packed form, and the tree once it was read."""
+        return self.packed, self.__dict__.get("tree")
+
     def packed_by(self, packing: Packing) -> Packed | None:
         """Its packed form, if this is how it is packed."""
         return self.packed if packing.small_bytes == self._small_bytes else None

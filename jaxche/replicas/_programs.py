@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -103,6 +103,14 @@ class LocalState(_Trees):
     def _asdict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._fields}
 
+    @property
+    def arrays(self) -> Iterator[Any]:
+        """All arrays that it holds on devices, packed or not, and its views."""
+        given = [tree.made if isinstance(tree, Deferred) else tree for tree in self]
+        for leaf in jax.tree.leaves((given, self.views and self.views.trees)):
+            if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                yield leaf
+
     def packed(self, packings: Mapping[str, Packing]) -> dict[str, Packed]:
         """The trees that have a packing, packed."""
         given = dict(zip(self._fields, self, strict=True))
@@ -120,6 +128,18 @@ jax.tree_util.register_pytree_with_keys(
     lambda local: ([(jax.tree_util.GetAttrKey(name), tree) for name, tree in local._asdict().items()], None),
     lambda _, trees: LocalState(*trees),
 )
+
+
+def free(states: Sequence[LocalState], kept: Sequence[LocalState]) -> None:
+    """Delete the arrays of these states, except for buffers that those to keep share."""
+    shared = {buffer for local in kept for array in local.arrays for buffer in _buffers(array)}
+    arrays = [array for local in states for array in local.arrays if not array.is_deleted()]
+    for array in [array for array in arrays if shared.isdisjoint(_buffers(array))]:
+        array.delete()
+
+
+def _buffers(array: jax.Array) -> list[tuple[Any, int]]:
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
 
 
 class Constants(NamedTuple):

@@ -27,7 +27,16 @@ from jaxche.training._evaluate import (
     number_of_batches,
 )
 from jaxche.training._fingerprint import refuse_differences
-from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
+from jaxche.training._hooks import (
+    Callback,
+    CallbackHook,
+    DonationHook,
+    EvaluationHook,
+    Hook,
+    LauncherHook,
+    ProgressHook,
+    Run,
+)
 from jaxche.training._plan import End, GivenRound
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
@@ -58,6 +67,7 @@ def fit(
     eval_every: Every | int | None = None,
     log_every: Every | int | None = None,
     checkpoint_every: Every | int | None = None,
+    donate: bool = False,
 ) -> tuple[TrainerState, History]:
     """Train for some epochs, steps, examples or seconds.
 
@@ -101,6 +111,8 @@ def fit(
         default a line is printed every ten seconds, and every round is logged. Rounds with an evaluation and the last
         one always are. The history has every round, and other callbacks get every round.
       checkpoint_every: how often to save, as for ``eval_every``; it replaces ``every`` of :class:`~jaxche.Checkpoints`.
+      donate: free the arrays of ``state`` after the first rounds, as ``donate_argnums`` of ``jax.jit`` does:
+        devices then hold the parameters and the optimizer's state once less. Do not use that state again.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state
@@ -152,6 +164,7 @@ def fit(
         stack.callback(bar.close)
         calls = CallbackHook(agreed.callbacks, log_every, trainer._group.is_leader)
         hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), calls]
+        hooks += [DonationHook(state)] if donate else []
         run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
         _train(trainer, run)
     run.history.memory = tuple(trainer.memory)

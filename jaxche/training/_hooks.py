@@ -17,6 +17,7 @@ from tqdm import tqdm
 from jaxche.data import EPOCH_SIZE
 from jaxche.distributed import RESTART, PeerLostError
 from jaxche.messages import brief, per_rank
+from jaxche.replicas import LocalState, free
 from jaxche.reports import Every, History, Logger, Reached, RoundInfo
 from jaxche.training._evaluate import MetricProgram, evaluate
 from jaxche.training._plan import End
@@ -127,6 +128,33 @@ class EvaluationHook(Hook):
         else:
             run.history[-1] = replace(run.history[-1], validation=found)
             self._missed = False
+
+
+class DonationHook(Hook):
+    """Frees the arrays of the state that a fit was given, once it needs them no more."""
+
+    def __init__(self, given: TrainerState):
+        self._given: Sequence[LocalState] = given.local_states
+        self._rounds = 0
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        self._rounds += 1
+        # A merge that runs beside the next round begins at the state before it, and an elastic run may repeat a round.
+        if self._rounds > 1 or (run.state.in_flight is None and run.previous is None):
+            self._free(run)
+        return False
+
+    def on_stop(self, run: Run, preempted: bool = False) -> None:
+        self._free(run)
+
+    def on_end(self, run: Run) -> None:
+        self._free(run)
+
+    def _free(self, run: Run) -> None:
+        given, self._given = self._given, ()
+        kept = [run.state] if run.previous is None else [run.state, run.previous]
+        if given:
+            free(given, [local for state in kept for local in state.local_states])
 
 
 class ProgressHook(Hook):

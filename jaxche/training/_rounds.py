@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -255,9 +256,10 @@ class Rounds:
 
     @property
     def memory(self) -> list[dict[str, int]]:
-        """Bytes that a round needs on a device of each replica.
+        """Bytes that the steps of a round need on a device of each replica, beside what your own variables hold.
 
         One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
+        The merge follows the steps, when activations are free. Under exact sync it makes a new state beside the old.
         """
         return self._engine.memory
 
@@ -500,6 +502,11 @@ def check_untraced(call: str) -> None:
 def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
     """The state; refuses a value that is not a state of a trainer."""
     if isinstance(state, TrainerState):
+        if any(array.is_deleted() for local in state.local_states[:1] for array in itertools.islice(local.arrays, 1)):
+            raise ValueError(
+                "state was deleted: fit(state, data, donate=True) takes its arrays; go on with the state that fit "
+                "returns, state, history = trainer.fit(state, data, donate=True)"
+            )
         return state
     if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
         line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
