@@ -22,7 +22,7 @@ import numpy as np
 from jaxche.cadence import Piece, RoundPlan, whole_number
 from jaxche.data._checks import is_nondeterministic, refuse_other_length, sequence_of
 from jaxche.messages import brief, short_traceback
-from jaxche.sharding import batch_size, without_axes
+from jaxche.sharding import batch_size, check_range, without_axes
 
 
 def checked_length(data: Any) -> int:
@@ -91,9 +91,7 @@ def checked_length(data: Any) -> int:
 
 def reading(sequence: Any) -> Callable[[int], Any]:
     """A function that reads a batch; it copies the arrays of sources that may read the next batch into them."""
-    if type(sequence) is Batches:
-        return sequence.__getitem__
-    may_reuse = type(sequence) not in (list, tuple)
+    is_own, may_reuse = type(sequence) is Batches, type(sequence) not in (list, tuple)
 
     def read(index: int) -> Any:
         try:
@@ -103,9 +101,17 @@ def reading(sequence: Any) -> Callable[[int], Any]:
                 f"data[{index}] raised StopIteration; if it returns the next batch of an iterator, read all first: "
                 "data = list(iterator), or pass the iterator itself"
             ) from error
-        return jax.tree.map(
-            lambda x: np.array(x) if may_reuse and isinstance(x, np.ndarray) else without_axes(x), batch
-        )
+        if not is_own:
+            batch = jax.tree.map(
+                lambda x: np.array(x) if may_reuse and isinstance(x, np.ndarray) else without_axes(x), batch
+            )
+        if any(isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.itemsize > 4 for x in jax.tree.leaves(batch)):
+            try:
+                check_range(batch)
+            except ValueError as error:
+                error.add_note(f"it is data[{index}] of its epoch")
+                raise
+        return batch
 
     return read
 

@@ -15,7 +15,7 @@ from jaxche.cadence import whole_number
 from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
 from jaxche.messages import brief
-from jaxche.sharding import batch_size, check_numbers, without_axes
+from jaxche.sharding import batch_size, check_numbers, check_range, without_axes
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
 # keys of different epochs, whose numbers are taken modulo 2**32, are far apart.
@@ -232,6 +232,7 @@ def as_batch(value: Any) -> Any:
         if "leading axes" in str(error):
             error.add_note("if the stream yields examples, yield batches of them, e.g. dataset.batch(32)")
         raise
+    check_range(batch)
     return batch
 
 

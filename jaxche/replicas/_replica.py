@@ -20,7 +20,7 @@ from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._table import MetricsError
-from jaxche.sharding import batch_size, check_range, nbytes_per_device
+from jaxche.sharding import batch_size, nbytes_per_device
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
 # hundreds of batches. With a time limit at most an eighth of the round, because steps in flight cannot be cancelled.
@@ -173,7 +173,6 @@ class Replica:
         self._padding, placed = batch, self.placement.put(batch)
         if _shapes_of(placed) in self._executables:
             return None
-        check_range(batch)  # once for each shape, and in the thread whose settings of JAX hold
         return self._lower(local, placed)
 
     def _lower(self, local: LocalState, batch: Any, begun: Any = None) -> Callable[[], None]:

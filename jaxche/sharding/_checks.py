@@ -258,7 +258,8 @@ def check_state(layout: Layout, state: Any, expected: Any) -> None:
 
 
 def check_batch(layout: Layout, batch: Any, accumulate: int) -> None:
-    """ValueError for a batch that the devices times the micro-batches do not divide."""
+    """ValueError for a batch that the devices times the micro-batches do not divide, or that JAX would cut."""
+    check_range(batch)
     rows, parts = batch_size(batch), layout.devices * accumulate
     if rows % parts:
         shape = " x ".join(f"{size} {name}" for name, size in layout.mesh.shape.items())

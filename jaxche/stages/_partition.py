@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxche.cadence import whole_number
 from jaxche.messages import brief, short_traceback
 from jaxche.scaling import with_extra_args
-from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
+from jaxche.sharding import Device, check_numbers, check_range, check_transform, check_update, local_devices
 from jaxche.stages._program import MicroBatches, Pace, PacedProgram, StageProgram, StageSpec
 from jaxche.stages._runner import Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
@@ -346,7 +346,7 @@ class Partitioned:
                 "the parameters and make a jaxche.Partitioned without local_stages"
             )
         self._record_specs(params)
-        x = batch
+        check_range(x := batch)
         for stage, tree in self._place(params).items():
             x = self._outputs[stage](tree, jax.device_put(x, self.devices[stage]))
         return x
@@ -398,6 +398,7 @@ class Partitioned:
             )
         self._record_specs(params)
         check_numbers(batch)
+        check_range(batch)
         given = (tuple(self._specs), spec(batch))
         leaves, structure = jax.tree.flatten(given)
         key = (structure, *leaves)

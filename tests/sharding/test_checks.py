@@ -28,6 +28,14 @@ def make(devices, tx=None, strategy=None, **knobs):
     return sharded_step(loss_fn, tx or optax.sgd(0.1), strategy, strategy.mesh(devices), **knobs)
 
 
+def test_integers_that_jax_would_cut_are_refused_in_every_step(devices):
+    mesh = NoShard().mesh(devices[:1])
+    step = sharded_step(lambda w, batch: jnp.mean(batch["n"] * w), optax.sgd(0.1), NoShard(), mesh)
+    state, _ = step(step.init(jnp.ones(())), {"n": np.arange(2)})
+    with pytest.raises(ValueError, match=r"\['n'\] of a batch has 1099511627776, which becomes 0 in int32"):
+        step(state, {"n": np.array([1, 2**40])})
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -39,6 +39,14 @@ def test_double_then_add_ten(protocol, numbers):
     assert grads == ({}, {})
 
 
+def test_integers_that_jax_would_cut_are_refused_in_every_batch():
+    model = jaxche.Partitioned([lambda params, batch: 1.0 * batch], mean, jaxche.Direct())
+    for call in (model.apply, model.value_and_grad):
+        call([{}], np.arange(2))
+        with pytest.raises(ValueError, match="the array of a batch has 1099511627776, which becomes 0 in int32"):
+            call([{}], np.array([1, 2**40]))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_activations_kept_are_those_the_schedule_promises(schedule, micro_batch_size, make_model):

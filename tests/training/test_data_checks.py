@@ -303,6 +303,26 @@ def test_integers_that_jax_would_cut_are_refused_before_the_first_step(devices, 
         trainer.fit(state, [{"x": x, "n": numbers} for x in ROWS], progress=False)
 
 
+def _cut_in_batch_two():
+    numbers = np.arange(24).reshape(4, 6)
+    numbers[2, 1] = 2**40 + 5
+    return [{"x": x, "n": n} for x, n in zip(ROWS, numbers, strict=True)]
+
+
+def _as_arrays(batches):
+    return jaxche.Batches({name: np.concatenate([b[name] for b in batches]) for name in ("x", "n")}, 6, seed=None)
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["train", "evaluate"])
+@pytest.mark.parametrize("of", [list, _as_arrays, lambda batches: jaxche.Stream(lambda epoch: batches)])
+def test_integers_that_jax_would_cut_are_refused_in_every_batch(devices, of, evaluates):
+    trainer = jaxche.Trainer(lambda w, batch: jnp.mean((batch["x"] @ w) ** 2), optax.sgd(0.1), replicas=devices[:2])
+    state, data = trainer.init(jnp.ones(3)), of(_cut_in_batch_two())
+    with pytest.raises(ValueError, match="1099511627781, which becomes 5 in int32") as caught:
+        trainer.evaluate(state, data) if evaluates else trainer.fit(state, data, progress=False)
+    assert isinstance(data, jaxche.Stream) or "it is data[2] of its epoch" in caught.value.__notes__
+
+
 def test_integers_that_fit_are_taken_as_they_are(devices):
     ends = {"small": np.full(6, -(2**31)), "large": np.full(6, 2**32 - 1, np.uint64), "none": np.zeros((6, 0), int)}
 
