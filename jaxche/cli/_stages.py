@@ -66,11 +66,13 @@ def run_stages(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return train(args, n_stages, [member.process_id])
 
 
-def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
+def _protocol(args: argparse.Namespace, batch_size: int, batches: int) -> Any:
     if args.protocol == "direct":
         return jaxche.Direct()
     if args.protocol == "store":
-        return jaxche.DataStore(args.store, micro_batch_size=args.micro_batch_size)
+        # The step of a saved state is a place in this data.
+        settings = {"batch_size": batch_size, "batches": batches, "seed": args.seed}
+        return jaxche.DataStore(args.store, micro_batch_size=args.micro_batch_size, settings=settings)
     return jaxche.Pipeline(args.micro_batch_size or max(1, batch_size // _MICRO_BATCHES))
 
 
@@ -82,12 +84,12 @@ def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> i
     from jaxche.cli._tasks import EPOCHS, LEARNING_RATE, text_stages
 
     task = text_stages(n_stages, args.batch_size, args.seed)
-    protocol = _protocol(args, task.data.batch_size)
+    # Skip the smaller last batch of an epoch: micro-batches may not divide it.
+    batches = sum(len(batch) == task.data.batch_size for batch in task.data.epoch(0))
+    protocol = _protocol(args, task.data.batch_size, batches)
     model = jaxche.Partitioned(task.stages, task.loss, protocol, local_stages=local, seed=args.seed)
     state = model.init(task.params, optax.adam(LEARNING_RATE if args.learning_rate is None else args.learning_rate))
     prints = local is None or n_stages - 1 in local
-    # Skip the smaller last batch of an epoch: micro-batches may not divide it.
-    batches = sum(len(batch) == task.data.batch_size for batch in task.data.epoch(0))
     epochs = args.epochs or EPOCHS
     if prints:
         sizes = ", ".join(f"{sum(leaf.size for leaf in jax.tree.leaves(p)):,}" for p in task.params)

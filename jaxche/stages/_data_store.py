@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxche.cadence import whole_number
+from jaxche.messages import brief
 from jaxche.sharding import Device
 from jaxche.stages import _tensors as tensors
 from jaxche.stages._buffers import are_small_and_ready, on_device
@@ -74,6 +75,8 @@ class DataStore:
       options: options of obstore for the URL in addition to the environment, such as ``endpoint``, ``access_key_id``,
         ``secret_access_key``, ``region`` or ``client_options``; ``client_options={"timeout": "5m"}`` lets one
         transfer take more than 30 s. Not shown by ``repr``.
+      settings: what else a run is made with, as JSON, e.g. ``{"batch_size": 32, "seed": 0}``. A process with other
+        settings is refused, and so is the resume of a run that was begun with others.
 
     Raises:
       ValueError: an invalid argument.
@@ -91,6 +94,7 @@ class DataStore:
     timeout_s: float = 600.0
     save_every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
         url = self.url
@@ -107,6 +111,12 @@ class DataStore:
             raise ValueError(
                 f"options is a {type(self.options).__name__}; write e.g. options={{'region': 'us-east-1'}}"
             )
+        try:
+            json.dumps(dict(self.settings), sort_keys=True)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"settings={brief(self.settings)} is not a dict of JSON; write e.g. settings={{'batch_size': 32}}"
+            ) from None
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> StoreWire:
         """Open the wire of one process, after a test of the store.
@@ -114,11 +124,13 @@ class DataStore:
         Raises:
           ImportError: obstore is not installed.
           ConnectionError: the test of the store failed.
-          ValueError: the run was begun with other stages or micro-batches.
+          ValueError: the run was begun with other stages, micro-batches or settings.
         """
         del devices
         objects = open_objects(self.url, self.run, self.options)
         plan = {"stages": n_stages, "micro_batch_size": self.micro_batch_size, "schedule": self.schedule}
+        if self.settings:
+            plan["settings"] = {name: self.settings[name] for name in sorted(self.settings)}
         objects.agree(PLAN, json.dumps(plan))
         return StoreWire(StoreRun(objects, stages, n_stages, self.timeout_s), self.save_every)
 

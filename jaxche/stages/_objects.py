@@ -84,11 +84,11 @@ class Objects:
 
     def agree(self, key: str, text: str) -> None:
         """Write what all processes must have equal, or raise ValueError if it differs from what is written."""
-        there = self._create(key, [text.encode()], 1000)
+        there = self._create(key, [text.encode()], max(1000, len(text.encode()) + 1))
         if there not in (None, text.encode()):
             raise ValueError(
                 f"{self} was begun with {there.decode(errors='replace')}, this process has {text}: start all its "
-                'processes alike, or begin another DataStore(run="...")'
+                'processes alike, or begin another DataStore(run="..."), in jaxche train another --store'
             )
 
     def _create(self, key: str, buffers: Sequence[Any], limit: int) -> bytes | None:

@@ -162,6 +162,15 @@ def test_epochs_of_whole_batches_end_with_an_evaluation_and_are_resumed(monkeypa
     assert step.startswith("step 4 of 4: loss ")
 
 
+@pytest.mark.parametrize("words", ["--batch-size 2", "--batch-size 4 --seed 1"])
+def test_a_run_is_not_resumed_with_other_data(words, monkeypatch, tmp_path):
+    monkeypatch.setattr(_tasks, "text_stages", small_stages)
+    store = ("--protocol", "store", "--store", str(tmp_path))
+    assert train(parse(*store, "--batch-size", "4", "--epochs", "1"), 2, None) == 0
+    with pytest.raises(ValueError, match=r'begun with .*"batch_size": 4, "batches": 2, "seed": 0.* another --store'):
+        train(parse(*store, *words.split(), "--epochs", "2"), 2, None)
+
+
 def test_all_of_the_test_data_is_evaluated():
     task = small_stages(2, 4, 0)
     assert len(task.test) > _stages._TEST_CHUNK

@@ -95,6 +95,28 @@ def test_a_run_is_cut_alike_by_all_its_processes(tmp_path, make_model, devices):
     jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path, micro_batch_size=4)).close()
 
 
+def test_a_run_is_resumed_with_the_settings_that_it_was_begun_with(tmp_path, make_model, devices):
+    model, tx = make_model(), optax.sgd(0.1)
+    given = {"batch_size": 4, "names": ["x"] * 300}
+
+    def begin(**settings):
+        partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path, settings=settings))
+        return partitioned, partitioned.init(model.params, tx)
+
+    first, state = begin(**given)
+    first.step(state, model.batch)
+    first.close()
+    resumed, state = begin(**dict(reversed(given.items())))  # in any order
+    assert state.step == 1
+    resumed.close()
+    for other in ({}, given | {"batch_size": 8}, given | {"seed": 1}, given | {"names": ["x"] * 301}):
+        with pytest.raises(ValueError, match=r"was begun with .*batch_size"):
+            begin(**other)
+    for bad in ({"x": {1, 2}}, 3):
+        with pytest.raises(ValueError, match=r"settings=.* is not a dict of JSON; write e\.g\. settings="):
+            jaxche.DataStore(tmp_path, settings=bad)
+
+
 def test_a_plan_stays_while_there_are_saved_states(tmp_path, make_model, devices):
     model, tx = make_model(), optax.sgd(0.1)
     first = jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path))
