@@ -13,6 +13,7 @@ from jaxche.scaling._rules import (
     SqrtScale,
     effective_replicas,
 )
+from jaxche.scaling._second_moments import has_moments_of_magnitudes as has_moments_of_magnitudes
 from jaxche.scaling._second_moments import has_second_moments as has_second_moments
 from jaxche.scaling._transform import ScaleLearningRateState, progress_schedule, scale_learning_rate
 from jaxche.scaling._transform import with_extra_args as with_extra_args

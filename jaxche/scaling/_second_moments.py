@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxche.scaling._transform import with_extra_args
 
 # Before this many steps the second moments depend more on the first batches than on the curvature.
 _WARMUP_STEPS = 5
@@ -111,6 +114,27 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
 def has_second_moments(opt_state: Any) -> bool:
     """Whether a state has those of an Adam-type optimizer."""
     return bool(_find(opt_state, 0.0, 0.0))
+
+
+def has_moments_of_magnitudes(tx: Any, params: Any, **extra_args: Any) -> bool:
+    """Whether ``nu`` of an optimizer grows as gradients do and not as their squares, as in ``optax.adamax``.
+
+    It updates parameters with one entry in each array, once with gradients of each size. False if it refuses them.
+    """
+    small = jax.tree.map(lambda x: jnp.zeros((1,) * len(x.shape), x.dtype), params)
+
+    def nus(size: float) -> list[Any]:
+        grads = jax.tree.map(lambda x: jnp.full_like(x, size), small)
+        _, state = with_extra_args(tx).update(grads, tx.init(small), small, **extra_args)
+        return [jnp.ravel(nu) for moments in _find(state, 0.0, 0.0) for nu in moments.by_path.values()]
+
+    try:
+        # By differences, so that what is added to each does not count; small sizes, which are not clipped.
+        found = np.asarray([jnp.concatenate(nus(size)) for size in 2.0 ** np.arange(-20, -16)], np.float64)
+    except Exception:  # e.g. of masks for the shapes of the parameters
+        return False
+    steps = np.diff(found, axis=0)
+    return bool(((steps[0] > 0) & np.isclose(steps[1:], 2 * steps[:-1], rtol=0.05, atol=0).all(0)).any())
 
 
 def _is_state(node: Any) -> bool:

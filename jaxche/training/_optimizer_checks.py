@@ -12,7 +12,7 @@ import optax
 
 from jaxche.messages import brief
 from jaxche.replicas import are_accumulators, are_keys, stepped_params
-from jaxche.scaling import AdamScale, ScaleLearningRateState, noise_scale
+from jaxche.scaling import AdamScale, ScaleLearningRateState, has_moments_of_magnitudes, noise_scale
 from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
 
@@ -111,7 +111,7 @@ def check_unscaled(tx: Any, params: Any, scales: bool) -> None:
         )
 
 
-def check_second_moments(tx: Any, params: Any, rule: Any) -> None:
+def check_second_moments(tx: Any, params: Any, rule: Any, **extra_args: Any) -> None:
     """Refuse ``AdamScale`` for an optimizer without the second moments that it reads."""
     if not isinstance(rule, AdamScale):
         return
@@ -122,6 +122,11 @@ def check_second_moments(tx: Any, params: Any, rule: Any) -> None:
             "scaling=jaxche.AdamScale() reads the second moments of an Adam-type optimizer, and the state of tx has "
             "none for these parameters; write scaling=jaxche.AdaScale(), or tx=optax.adam(1e-3)"
         ) from None
+    if has_moments_of_magnitudes(tx, params, value=jnp.float32(0), **extra_args):
+        raise ValueError(
+            "scaling=jaxche.AdamScale() reads the second moments of an Adam-type optimizer, and nu in the state of tx, "
+            "as of optax.adamax, is no mean of squares; write scaling=jaxche.SqrtScale(), or tx=optax.adam(1e-3)"
+        )
 
 
 def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:

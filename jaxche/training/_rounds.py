@@ -145,7 +145,7 @@ class Rounds:
             check_stage_params(shapes, len(settings.loss_fn.stages))
         check_unscaled(tx, shapes, settings.scaling is not None)
         check_update(tx, *(shapes if settings.staged else [shapes]), **settings.extra_args)
-        check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule)
+        check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule, **settings.extra_args)
         check_trajectory(tx, shapes, settings.average, self._engine.world_size)
         if settings.average == "parameters" and self.world_size > 1:
             check_state_params(settings.opt_state, settings.overlap, tx, *(shapes if settings.staged else [shapes]))

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxche.scaling import noise_scale
-from jaxche.scaling._second_moments import preconditioner
+from jaxche.scaling._second_moments import has_moments_of_magnitudes, preconditioner
 
 PARAMS = {"dense": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, "head": jnp.ones(4)}
 LABELS = {"dense": "adam", "head": "sgd"}
@@ -161,3 +161,37 @@ def test_one_number_that_wakes_up_is_not_the_whole_estimate():
             _, state = tx.update(grads.mean(0), state, params)
         gains[wakes_at] = float(noise.gain(16))
     assert gains[20] == pytest.approx(gains[0], rel=0.1)
+
+
+SIZES = {"w": jnp.ones((30, 4)), "b": jnp.ones(4), "s": jnp.ones(())}
+IN_CHAINS = {
+    "alone": lambda tx: tx,
+    "clipped": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "clipped in between": lambda tx: optax.chain(optax.clip_by_global_norm(3.0 * 2**-19), tx),
+    "masked": lambda tx: optax.masked(tx, lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "part": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b", "s": "b"}),
+    "plateau": lambda tx: optax.chain(tx, optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("chain", IN_CHAINS)
+def test_moments_that_are_no_squares_are_recognised(chain):
+    def found(tx, params=SIZES):
+        return has_moments_of_magnitudes(IN_CHAINS[chain](tx), params, value=jnp.float32(0))
+
+    if chain != "clipped in between":
+        assert found(optax.adamax(1e-3))
+        assert found(optax.adamaxw(1e-3, weight_decay=0.1), jax.tree.map(jnp.bfloat16, SIZES))
+    kinds = (
+        optax.adam,
+        optax.adamw,
+        optax.radam,
+        optax.yogi,
+        optax.adabelief,
+        optax.amsgrad,
+        optax.novograd,
+        optax.lamb,
+    )
+    assert not any(found(kind(1e-3)) for kind in kinds)
+    assert not found(optax.adam(1e-3), jax.tree.map(jnp.bfloat16, SIZES))
+    assert not found(optax.sgd(1e-3))

@@ -157,6 +157,16 @@ def test_adam_scale_without_second_moments_is_refused_at_the_start(devices, para
     ).init(params)
 
 
+@pytest.mark.parametrize("tx", [optax.adamax(0.1), optax.chain(optax.clip_by_global_norm(1.0), optax.adamaxw(0.1))])
+def test_adam_scale_of_adamax_is_refused_at_the_start(devices, tx):
+    def init(scaling):
+        return jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:2], scaling=scaling).init(PARAMS)
+
+    with pytest.raises(ValueError, match=r"optax\.adamax, is no mean of squares; write scaling=jaxche\.SqrtScale\(\)"):
+        init(jaxche.AdamScale())
+    init(jaxche.SqrtScale())
+
+
 @jax.tree_util.register_pytree_node_class
 class Line:
     """A pytree whose objects compare by identity."""
