@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import MERGE_RULES, WIRES
@@ -393,3 +394,20 @@ def check_model_state(given: Any, returned: Any) -> None:
             "the loss returned a model_state unlike the one it got: the tree is "
             f"{brief(jax.tree.structure(returned))} instead of {brief(jax.tree.structure(given))}; return the same tree"
         )
+
+
+def check_bits(trees: Mapping[str, Any], placements: Iterable[BatchPlacement]) -> None:
+    """Refuse arrays of less than a byte a number on CPU devices, whose layout JAX's compiled programs refuse."""
+    if all(device.platform != "cpu" for placement in placements for device in placement.devices.flat):
+        return
+    for name, tree in trees.items():
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, np.number):
+                continue
+            kinds = (jnp.finfo, jnp.float8_e4m3fn) if jnp.issubdtype(dtype, jnp.inexact) else (jnp.iinfo, jnp.int8)
+            if kinds[0](dtype).bits < 8:
+                raise ValueError(
+                    f"{name}{jax.tree_util.keystr(path)} is {dtype}, and JAX's compiled programs refuse such an array "
+                    f"on a CPU device; give x.astype(jnp.{kinds[1].__name__}), which has the same numbers"
+                )

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,6 +12,7 @@ import jaxche
 from jaxche.data._batches import checked_length
 from jaxche.training._checks import (
     check_auto_wire,
+    check_bits,
     check_fleet,
     check_joined,
     check_model_state,
@@ -114,3 +117,35 @@ def test_processes_that_were_started_together_do_not_train_apart(environ, said, 
 def test_a_name_that_is_no_argument_is_one_of_the_trainer():
     with pytest.raises(TypeError, match=r"^Trainer.__init__\(\) got an unexpected keyword argument 'tuner'"):
         jaxche.Trainer(lambda w, x: w.sum(), optax.sgd(0.1), tuner="seed")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [("int4", "int8"), ("uint4", "int8"), ("int2", "int8"), ("float4_e2m1fn", "float8_e4m3fn")]
+)
+def test_arrays_of_less_than_a_byte_a_number_are_refused_at_the_start(devices, dtype, wide):
+    def loss(params, batch, model_state=None, weights=None):
+        weights = model_state["q"] if weights is None else weights
+        loss = jnp.mean((batch @ weights.astype(jnp.float32) @ params) ** 2)
+        return loss if model_state is None else (loss, ({}, model_state))
+
+    def frozen(params, batch, weights):
+        return loss(params, batch, weights=weights)
+
+    few = jnp.ones((4, 3), jnp.float32).astype(dtype)
+    for of, state, name in (
+        (lambda x: jax.tree_util.Partial(frozen, weights=x), lambda x: None, "loss_fn"),
+        (lambda x: loss, lambda x: {"q": x}, "model_state"),
+    ):
+        line = rf"{name}.* is {dtype}, .* on a CPU device; give x\.astype\(jnp\.{wide}\)"
+        with pytest.raises(ValueError, match=line):
+            jaxche.Trainer(of(few), optax.sgd(0.1), replicas=devices[:1]).init(jnp.ones(3), state(few))
+        whole = few.astype(wide)
+        trainer = jaxche.Trainer(of(whole), optax.sgd(0.01), replicas=devices[:1])
+        data = [np.ones((2, 4), np.float32)]
+        end, _ = trainer.fit(trainer.init(jnp.ones(3), state(whole)), data, progress=False)
+        assert end.steps == 1
+
+
+def test_other_devices_may_take_arrays_of_less_than_a_byte_a_number():
+    placement = SimpleNamespace(devices=np.array([[SimpleNamespace(platform="gpu")]], object))
+    check_bits({"model_state": {"q": jnp.ones(2, jnp.int4), "key": jax.random.key(0)}}, [placement])
