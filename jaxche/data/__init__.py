@@ -9,6 +9,7 @@ from jaxche.data._batches import called_now as called_now
 from jaxche.data._batches import checked_length as checked_length
 from jaxche.data._batches import join_pieces as join_pieces
 from jaxche.data._batches import reading as reading
+from jaxche.data._checks import line_for_two_arrays as line_for_two_arrays
 from jaxche.data._checks import non_finite_leaves as non_finite_leaves
 from jaxche.data._checks import sequence_of as sequence_of
 from jaxche.data._iterator_state import from_json as from_json

@@ -45,6 +45,19 @@ def refuse_other_length(epoch: int, length: int, size: int) -> None:
         )
 
 
+def line_for_two_arrays(data: Any) -> str:
+    """What to write if data, two arrays of equally many rows, is meant as x and y; empty for other data."""
+    if type(data) not in (list, tuple) or len(data) != 2 or not all(getattr(x, "ndim", 0) for x in data):
+        return ""
+    rows, other = map(len, data)
+    if rows != other:
+        return ""
+    return (
+        f"data is a {type(data).__name__} of two arrays of {rows} rows, each of which is taken as a batch; if they are "
+        "x and y, write jaxche.Batches((x, y), batch_size=32)"
+    )
+
+
 def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size: int, data: Any) -> bool:
     """Whether a second read of the batch ``first`` differs; refuses it if no array identifies its examples.
 

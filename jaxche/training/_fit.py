@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxche.data import as_stream, is_stream
+from jaxche.data import as_stream, is_stream, line_for_two_arrays
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
@@ -116,7 +116,8 @@ def fit(
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state
-      and history so far; with several processes it is raised.
+      and history so far. It is raised with several processes, and before the rounds, while the arguments are checked
+      and a checkpoint is restored.
 
     Raises:
       ValueError: a limit or a frequency that is not above 0, validation data that can be read once only, an argument
@@ -335,6 +336,8 @@ class _Arguments(NamedTuple):
         end = End.of_fit(state, **limits)
         size = trainer._readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
         self._warn_of_equal_epochs(state, end, size, trainer._group.is_leader)
+        if trainer._group.is_leader and isinstance(self.data, tuple) and (line := line_for_two_arrays(self.data)):
+            _log.warning("%s; if they are two batches, write data=list(data)", line)
         every = {name: as_every(name, value) for name, value in self.frequencies.items()}
         end = end._replace(stops=tuple(one.steps for one in every.values() if one is not None and one.steps))
         self._refuse_unused(every)

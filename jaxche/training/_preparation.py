@@ -14,7 +14,7 @@ import optax
 
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
-from jaxche.data import SequenceReader, is_stream, join_pieces
+from jaxche.data import SequenceReader, is_stream, join_pieces, line_for_two_arrays
 from jaxche.replicas import (
     HOST_COLUMNS,
     Begin,
@@ -133,8 +133,10 @@ class PreparedEngine(Engine):
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
             if is_stream(data) and self._group.num_processes > 1:
                 check_streams(self._group, batch, self.reader(data).is_sharded)
-        except Exception:
+        except Exception as error:
             self._replicas = []  # so that a corrected call prepares again
+            if line := line_for_two_arrays(data):
+                error.add_note(line)
             raise
         self._own_resources = self._resources(local_states)
         self._share_resources()

@@ -341,6 +341,30 @@ def test_integers_that_fit_are_taken_as_they_are(devices):
         assert end([{"x": x, "small": np.full(6, 2**40)} for x in ROWS]) == 2**40
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_two_arrays_that_may_be_x_and_y_get_a_line(devices, kind, caplog):
+    x, y = np.ones((12, 3), np.float32), np.ones((12, 1), np.float32)
+    line = f"a {kind.__name__} of two arrays of 12 rows, each of which is taken as a batch; if they are x and y, write "
+
+    def unpacks(w, batch):
+        x, y = batch
+        return jnp.mean((x @ w - y) ** 2)
+
+    def fit(loss, data):
+        caplog.clear()
+        trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+        return trainer.fit(trainer.init(jnp.ones(3)), data, progress=False)
+
+    with pytest.raises(ValueError, match="too many values to unpack") as caught:
+        fit(unpacks, kind([x, y]))
+    assert any(line in note for note in caught.value.__notes__)
+    fit(lambda w, batch: jnp.mean((batch[0] * w - batch[1]) ** 2), kind([x, x]))  # rows 0 and 1 of each
+    assert (line in caplog.text) == (kind is tuple)
+    for data in ([x, x[:5]], [x, x, x], [x], [{"x": x}, {"x": x}]):
+        fit(lambda w, batch: jnp.mean((jax.tree.leaves(batch)[0] @ w) ** 2), kind(data))
+        assert "two arrays" not in caplog.text
+
+
 class Counted:
     """Batches with an attribute ``epoch``, as of a data set that counts its epochs."""
 

@@ -148,6 +148,22 @@ def test_an_interrupt_returns_what_was_reached_and_says_so_without_progress(trai
     assert "interrupted: fit returns the state after round 1, and the script goes on after it" in caplog.text
 
 
+def test_an_interrupt_before_the_rounds_is_raised_and_the_next_fit_is_not_affected(trainer, problem):
+    class Validation(list):
+        def __getitem__(self, i):
+            if interrupts:
+                raise KeyboardInterrupt
+            return super().__getitem__(i)
+
+    state, validation, interrupts = trainer.init(problem.params), Validation([problem.data[0]]), [True]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(state, problem.data, validation=validation, progress=False)
+    interrupts.clear()
+    state, history = trainer.fit(state, problem.data, validation=validation, progress=False)
+    assert state.epoch == 1
+    assert history[-1].validation
+
+
 def interrupt():
     """Interrupt ``fit`` as Ctrl-C does, once it waits: Python can miss a signal on the way into a wait."""
     time.sleep(0.3)
