@@ -56,8 +56,9 @@ class Partitioned:
     mean over unmasked tokens whose number differs between micro-batches.
 
     A stage is any function of a pytree of parameters and a pytree of arrays: ``module.apply`` of a linen module, or a
-    closure over the graph of an nnx model, see the examples. A stage with an argument ``rng`` gets a different key for
-    every step, stage and micro-batch. The keys are the same under all protocols with the same micro-batches.
+    closure over the graph of an nnx model, see the examples. A stage with an argument ``rng`` or ``key`` gets a
+    different key for every step, stage and micro-batch. The keys are the same under all protocols with the same
+    micro-batches.
 
     Args:
       stages: the functions ``f_0(params[0], batch)`` and ``f_i(params[i], x)``, each returning a pytree of arrays.
@@ -70,7 +71,7 @@ class Partitioned:
       local_stages: the stages of this process, e.g. ``[jax.process_index()]``, if they are spread over processes. All
         processes then call the same methods in the same order with the same batch. Default: all stages.
       remat: whether a stage saves only its input for the backward and recomputes the rest; one value, or one a stage.
-      seed: seed of the keys of stages with an argument ``rng``.
+      seed: seed of the keys of stages with an argument ``rng`` or ``key``.
       paces: for experiments on equal devices, a :class:`~jaxche.stages.Pace` a stage to which its tasks are padded.
 
     Attributes:
@@ -335,7 +336,7 @@ class Partitioned:
           batch: pytree of arrays.
 
         Returns:
-          The output of the last stage, on its device. Stages with an argument ``rng`` get the keys of step 0.
+          The output of the last stage, on its device. Stages with an argument ``rng`` or ``key`` get those of step 0.
 
         Raises:
           ValueError: some stages are in other processes.

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
 from jaxche.messages import brief
-from jaxche.sharding import collections_of, flax_kind, not_floats
+from jaxche.sharding import RNG_NAMES, collections_of, flax_kind, not_floats
 
 
 class Stage:
-    """A stage of the model: ``call(params, x)``, or ``call(params, x, rng=key)`` if it has an argument ``rng``.
+    """A stage of the model: ``call(params, x)``, with a random key if it has an argument ``rng`` or ``key``.
 
     With ``remat`` the backward recomputes the forward from the input.
     """
@@ -31,12 +31,13 @@ class Stage:
         self.index, self.call, self.remat = index, call, remat
         self.name = f"stage {index} ({getattr(call, '__name__', type(call).__name__)})"
         try:
-            self._wants_rng = "rng" in inspect.signature(call).parameters
+            names = [*inspect.signature(call).parameters][2:]
         except (TypeError, ValueError):  # a builtin without a signature
-            self._wants_rng = False
+            names = []
+        self._wanted = [name for name in RNG_NAMES if name in names]
 
     def __call__(self, params: Any, x: Any, key: Any) -> Any:
-        return self.call(params, x, rng=key) if self._wants_rng else self.call(params, x)
+        return self.call(params, x, **dict.fromkeys(self._wanted, key))
 
 
 def stage_key(seed: int, step: Any, stage: Any, micro: Any) -> Any:

@@ -583,6 +583,24 @@ def test_devices_of_another_process_are_refused(make_model, devices, monkeypatch
         jaxche.Partitioned(model.stages, model.loss, jaxche.Direct(), devices=devices[:2])
 
 
+def test_a_random_key_is_called_rng_or_key_as_in_a_loss_function():
+    def noise(params, x, rng):
+        return params + jax.random.normal(rng, x.shape)
+
+    def other(params, x, *, key):
+        return noise(params, x, key)
+
+    def neither(key, rng):  # the parameters and the batch
+        return key + rng
+
+    x = np.zeros(4, np.float32)
+    outputs = [
+        jaxche.Partitioned([stage], mean, jaxche.Direct(), seed=3).apply([np.float32(1)], x).tolist()
+        for stage in (noise, other, neither)
+    ]
+    assert outputs[0] == outputs[1] != outputs[2] == [1, 1, 1, 1]
+
+
 def test_a_function_of_c_without_a_signature_is_a_stage():
     assert Stage(0, max)(1, 2, jax.random.key(0)) == 2
 
