@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -105,6 +106,7 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
     assert told(record[:middle]) == told(part)
 
 
+@pytest.mark.skipif(jaxlib.__version__ == "0.11.2", reason="its compiler ends the process on such arrays")
 @pytest.mark.parametrize(("replicas", "opt_state"), [(2, "average"), (2, "local"), (1, "average")])
 def test_arrays_without_numbers_go_through_a_checkpoint(devices, tmp_path, same, replicas, opt_state):
     data = [np.full((2, 2), i, np.float32) for i in range(4)]
