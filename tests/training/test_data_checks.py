@@ -384,7 +384,7 @@ class SetsEpoch(Counted):
 
 
 def test_an_attribute_epoch_that_is_no_method_is_left_alone(problem, devices):
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync")
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync", rows="equal")
     start, plain = trainer.init(problem.params), [problem.data[i] for i in range(12)]
     expected, _ = trainer.fit(start, plain, epochs=2, progress=False)
     state, _ = trainer.fit(start, Counted(problem.data), epochs=2, validation=Counted(problem.data), progress=False)
