@@ -171,7 +171,10 @@ def test_members_go_on_while_the_state_of_a_candidate_is_on_its_way(groups, stor
     state, accepted = np.arange(10_000_000, dtype=np.uint8), queue.SimpleQueue()  # more than a socket holds
     with contextlib.closing(Listener("127.0.0.1", lambda *found: accepted.put(found))) as listener:
         store.key_value_set("jaxche/request/2", json.dumps({"incarnation": 2, "address": listener.address}))
-        zero.admit({2: 2}, {"order": [0, 1, 2]}, [state])
+        admission = threading.Thread(target=zero.admit, args=({2: 2}, {"order": [0, 1, 2]}, [state]), daemon=True)
+        admission.start()
+        admission.join(10)
+        assert not admission.is_alive()
         assert zero.members == (0, 1, 2)
         sock, quorum_id = accepted.get()
     assert quorum_id == zero.quorum_id
