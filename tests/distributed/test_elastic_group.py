@@ -194,8 +194,11 @@ def test_a_candidate_whose_sender_died_does_not_wait_for_the_rest(groups):
     with here, there:
         there.settimeout(0.01)
         admission = module.Admission("4", module.Quorum({0: 1, 2: 2}, [], 0), {}, there, 64)
+        late = threading.Timer(10, here.close)
+        late.start()
         with pytest.raises(PeerLostError, match="process 0 died while it sent its state"):
             two.receive_state(admission)
+        late.cancel()
 
 
 @pytest.mark.parametrize("news", ["death", "failure", None])
