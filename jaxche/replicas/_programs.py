@@ -106,10 +106,10 @@ class LocalState(_Trees):
     @property
     def arrays(self) -> Iterator[Any]:
         """All arrays that it holds on devices, packed or not, and its views."""
-        given = [tree.made if isinstance(tree, Deferred) else tree for tree in self]
-        for leaf in jax.tree.leaves((given, self.views and self.views.trees)):
-            if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-                yield leaf
+        for tree in (*self, self.views and self.views.trees):
+            for leaf in jax.tree.leaves(tree.made if isinstance(tree, Deferred) else tree):
+                if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                    yield leaf
 
     def packed(self, packings: Mapping[str, Packing]) -> dict[str, Packed]:
         """The trees that have a packing, packed."""
