@@ -328,9 +328,11 @@ class Group:
             error = e
         self.raise_everywhere(error, rank, place)
 
-    def raise_everywhere(self, error: Exception | None, rank: int, place: str) -> None:
+    def raise_everywhere(self, error: Exception | None, rank: int, place: str, is_kept: bool = True) -> None:
         """Raise on all members if any has an error: its own on replica ``rank``, where it happened, a
         :class:`RankError` elsewhere.
+
+        ``is_kept`` is whether the state from before ``place`` is.
         """
         own = None
         if error is not None:
@@ -343,7 +345,7 @@ class Group:
             if error is None:
                 raise
         if error is not None:
-            error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
+            error.add_note(f"raised on rank {rank} in {place}" + "; the state from before it is intact" * is_kept)
             raise error
         if reports:
             r = reports[0]

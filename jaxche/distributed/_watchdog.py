@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import math
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxche.distributed._environment import EVENTS, HANG_TIMEOUT, HEARTBEAT
+
+_log = logging.getLogger("jaxche")
 
 # The exit code of a process that SIGTERM ended: 128 and the number of the signal.
 PREEMPTED_CODE = 143
@@ -116,8 +119,11 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def delayed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the context, but not a second one; without effect outside the main thread."""
+def delayed_interrupt(line: str = "") -> Iterator[None]:
+    """Delay Ctrl-C to the end of the context, but not a second one; without effect outside the main thread.
+
+    The line is logged at the first.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -127,6 +133,8 @@ def delayed_interrupt() -> Iterator[None]:
     def handle(number: int, frame: Any) -> None:
         if received.is_set():
             before(number, frame)
+        elif line:
+            _log.warning("%s", line)
         received.set()
 
     signal.signal(signal.SIGINT, handle)

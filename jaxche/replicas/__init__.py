@@ -66,6 +66,9 @@ from jaxche.replicas._table import ROW_MODULUS as ROW_MODULUS
 from jaxche.replicas._table import SUMS as SUMS
 from jaxche.replicas._table import Columns as Columns
 from jaxche.replicas._table import HostColumns as HostColumns
+from jaxche.replicas._taken import marked as marked
+from jaxche.replicas._taken import with_large as with_large
+from jaxche.replicas._taken import without_large as without_large
 
 # For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.
 __all__ = ["BatchOutputs", "MergeMismatchError", "PaceError"]

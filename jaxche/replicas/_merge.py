@@ -17,7 +17,7 @@ from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._packing import Deferred, Packed
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
-from jaxche.replicas._programs import Carry, LocalState, Views
+from jaxche.replicas._programs import Carry, LocalState, Views, free
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import are_accumulators, are_keys, are_schedules, counts_of, with_counts
@@ -84,9 +84,8 @@ class Merge:
         self._kept: list[bool] = []
         if opt_state == "reset" and average == "parameters":
             self._kept = list(map(max, are_accumulators(local.opt_state), are_keys(local.opt_state)))
-        program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
-            program,
+            MergeProgram(replica_mesh, rules, local, self._packings),
             mesh=replica_mesh.mesh,
             in_specs=(P(AXIS), P(AXIS), P(AXIS), P(AXIS)),
             out_specs=(P(AXIS), P(), P()),
@@ -95,24 +94,30 @@ class Merge:
         )
         merged = {name: replica_mesh.shardings(name, trees[name]) for name in made}
         everywhere = NamedSharding(replica_mesh.mesh, P())
-        # The merged trees take the buffers of the carry. They cannot take those of gradient accumulators, which are
-        # float32 also for parameters of lower precision.
-        self._program = jax.jit(
-            mapped,
-            donate_argnums=1 if average == "parameters" else (),
-            out_shardings=(merged, everywhere, everywhere),
-        )
 
-    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+        jit = functools.partial(jax.jit, mapped, out_shardings=(merged, everywhere, everywhere))
+        # The merged trees take the buffers of the carry. They cannot take those of gradient accumulators, which are
+        # float32 also for parameters of lower precision: there they take those of the state, if it is not kept.
+        self._takes_starts = average == "gradients"
+        self._program = jit() if self._takes_starts else jit(donate_argnums=1)
+        self._donating = jit(donate_argnums=0) if self._takes_starts else self._program
+        self.takes = ("opt_state",) if average == "parameters" and "opt_state" not in self._common else ()
+
+    def __call__(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
+    ) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
 
         ``starts`` and ``carries`` are those of each local replica; ``rows`` are ``[local replicas, HOST_COLUMNS]``.
+        With ``donates`` the starts are not kept.
         """
-        arguments = self._compiled_for(starts, carries, rows)
+        arguments = self._compiled_for(starts, carries, rows, donates)
         with self._replica_mesh.collective():
-            merged, table, report = self._program(*arguments)
+            merged, table, report = (self._donating if donates else self._program)(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, (report, scaled) = reduce_rows(np.asarray(table)), _from_vector(report)
+        if donates and self._takes_starts:
+            free(starts, kept=[])  # those of accelerators that merge on the host
         if not report.agreed:
             raise MergeMismatchError(
                 "the replicas decoded different parameters from the codes of one merge: a message was damaged on its "
@@ -128,19 +133,23 @@ class Merge:
                 local.views = views
         return Merged(local_states, table, report, scaled, self.nbytes or 0)
 
-    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> None:
+    def prepare(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
+    ) -> None:
         """Compile the program and connect the processes, without the transfer of a merge."""
-        self._compiled_for(starts, carries, rows)
+        arguments = self._compiled_for(starts, carries, rows, donates)
+        (self._donating if donates else self._program).lower(*arguments).compile()
         self._replica_mesh.connect()
 
     def _compiled_for(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool
     ) -> tuple[Any, ...]:
         """The arguments of the program, which is compiled for them."""
         arguments = self.arguments(starts, carries, rows)
         if self.nbytes is None:
-            self._replica_mesh.compile_everywhere(self._program, arguments)
-            self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
+            program = self._donating if donates else self._program
+            self._replica_mesh.compile_everywhere(program, arguments)
+            self.nbytes = sent_bytes(program.trace(*arguments).jaxpr)
         return arguments
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
@@ -215,14 +224,20 @@ def reduce_rows(table: np.ndarray) -> np.ndarray:
 class SingleReplica:
     """Ends the round of a single replica; called like :class:`Merge`."""
 
+    takes = ("params", "opt_state")
+
     def __init__(self, group: Group, placement: Placement, scaling: Scaling | None):
         self._group = group
         self._spans, self._scaling = spans_processes(placement), scaling
 
-    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> None:
+    def prepare(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
+    ) -> None:
         """Nothing to compile or to connect."""
 
-    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+    def __call__(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
+    ) -> Merged:
         (start,), (carry,) = starts, carries
         if self._spans:
             # The processes of the replica stop and fail together.

@@ -36,9 +36,11 @@ from jaxche.replicas._schedule_counts import (
     select_counts,
 )
 from jaxche.replicas._table import HOST_COLUMNS, NOT_FINITE
+from jaxche.replicas._taken import marked
 from jaxche.scaling import with_extra_args
 
 _COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
+_STATES = ("params", "model_state", "outer_state", "opt_state")
 # The weight of batches of padding alone: small enough to vanish beside others, and no division by zero without any.
 TINY_WEIGHT = 1e-20
 
@@ -305,8 +307,7 @@ class MergeProgram:
 
     def _stayed_finite(self, start: dict[str, Any], merged: dict[str, Any]) -> Any:
         """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
-        states = ("params", "model_state", "outer_state", "opt_state")
-        names = [name for name in states if name in start and name in merged]
+        names = [name for name in _STATES if name in start and name in merged]
         before, after = ([tree[name] for name in names] for tree in (start, merged))
         if not self._replica_mesh.inner:  # a few long vectors are compiled sooner than many arrays
             packing = Packing(add_replica_axis(after))
@@ -326,6 +327,8 @@ class MergeProgram:
 
     def _gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """One update with the mean of all gradients, equal on all replicas: ``(merged trees, table, report)``."""
+        # Before the update: what is compared with the state before it could not be made in its place.
+        known, start = lax.optimization_barrier((marked({name: start[name] for name in _STATES}), start))
         sums, params, before = measured["sums"], start["params"], start["opt_state"]
         statistics, finish = self._statistics(end, sums[0])
         payload = {
@@ -360,7 +363,7 @@ class MergeProgram:
             "model_state": finish(total["statistics"], examples),
             "outer_state": start["outer_state"],
         }
-        stayed = self._stayed_finite(start, merged)
+        stayed = self._stayed_finite(known, merged)
         # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
         table = total["table"].at[..., NOT_FINITE].multiply(1 - stayed)
         if arguments:

@@ -107,6 +107,8 @@ class OverlappedMerge:
     the replicas are corrected by the result of a merge before they exchange their next table.
     """
 
+    takes = ()  # a merge in flight and the next round have the same arrays
+
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState, in_background: bool):
         self._replica_mesh, self._compiled = replica_mesh, False
         self._merge = Merge(replica_mesh, rules, local)
@@ -129,7 +131,9 @@ class OverlappedMerge:
         """The bytes that each replica sends in a merge, once it is compiled."""
         return self._merge.nbytes
 
-    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+    def __call__(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
+    ) -> Merged:
         """Exchange the table, then merge, and wait for both."""
         self.exchange(starts, carries, rows)
         merged = self._merge(starts, self._copied(carries), rows)
@@ -137,7 +141,9 @@ class OverlappedMerge:
             corrected(local, carry, one)  # compiles it before any clock starts
         return merged
 
-    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> None:
+    def prepare(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
+    ) -> None:
         """Compile the programs and connect the processes; see :meth:`Merge.prepare`."""
         self.exchange(starts, carries, rows)
         self._merge.prepare(starts, carries, rows)

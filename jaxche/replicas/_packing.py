@@ -55,8 +55,17 @@ class Packing:
 
     def pack(self, tree: Any) -> Packed:
         """The packed tree, inside or outside of a program."""
+        return Packed(self.vectors(tree), self.others(tree))
+
+    def vectors(self, tree: Any) -> list[Any]:
+        """The vectors of the packed tree."""
         leaves = self._treedef.flatten_up_to(tree)
-        return Packed(_join([[leaves[i] for i in group] for group in self._groups]), [leaves[i] for i in self._others])
+        return _join([[leaves[i] for i in group] for group in self._groups])
+
+    def others(self, tree: Any) -> list[Any]:
+        """The arrays of the tree that are not joined, as they are."""
+        leaves = self._treedef.flatten_up_to(tree)
+        return [leaves[i] for i in self._others]
 
     def unpack(self, packed: Packed, places: Any = None) -> Any:
         """The tree inside a program; its arrays have the leading axes of the vectors.

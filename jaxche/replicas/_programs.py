@@ -16,11 +16,12 @@ from jax import lax
 from jaxche.averaging import add_weighted, is_float, zero_sums
 from jaxche.replicas._compilation import Compilations
 from jaxche.replicas._frozen import FrozenArrays
-from jaxche.replicas._packing import Deferred, Packed, Packing
+from jaxche.replicas._packing import SMALL_BYTES, Deferred, Packed, Packing
 from jaxche.replicas._placement import TREES, DevicePlacement, Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, update_in_round
 from jaxche.replicas._table import Columns
+from jaxche.replicas._taken import marked, with_large, without_large
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import batch_size, mean_of
 
@@ -192,12 +193,21 @@ class Carry(NamedTuple):
 class Programs(Protocol):
     """The programs of a replica."""
 
-    def begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
-        """The constants and the carry of a round; the carry is a copy, so that ``local`` stays valid."""
+    def begin(
+        self, local: LocalState, index: Any, merge_scale: MergeScale, takes: Sequence[str] = ()
+    ) -> tuple[Constants, Carry]:
+        """The constants and the carry of a round; the carry is a copy, so that ``local`` stays valid.
+
+        Of the trees that it ``takes`` it has the large arrays themselves, which the steps delete.
+        """
         ...
 
     def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
         """Trace the steps for batches of these shapes; the function that it returns compiles them, in any thread."""
+        ...
+
+    def marked(self, local: LocalState, takes: Sequence[str]) -> LocalState:
+        """The local state for :meth:`finish`, if the steps delete large arrays of these trees."""
         ...
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
@@ -243,8 +253,9 @@ class LocalPrograms:
         traced = copy.copy(self)
         self._compilations, self._frozen = Compilations(), loss.put(placement)
         # keep_unused: the arguments also determine the device of the zeros.
-        self._begin_program = jax.jit(traced._begin, keep_unused=True)
+        self._begin_program = jax.jit(traced._begin, static_argnames="takes", keep_unused=True)
         self._finish_program, self._finite = jax.jit(traced._finish), jax.jit(traced._zero_flag, keep_unused=True)
+        self._marked = jax.jit(marked, static_argnums=1)
         self._step = jax.jit(
             traced._one_step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
@@ -255,7 +266,9 @@ class LocalPrograms:
         other._placement, other._frozen = placement, self._loss.put(placement)
         return other
 
-    def begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
+    def begin(
+        self, local: LocalState, index: Any, merge_scale: MergeScale, takes: Sequence[str] = ()
+    ) -> tuple[Constants, Carry]:
         packed = local.packed(self._packings)
         places = {name: self._packings[name].places(one) for name, one in packed.items()}
         # Without what no step needs: each array and each number takes time to dispatch.
@@ -263,7 +276,10 @@ class LocalPrograms:
         scale = MergeScale(*map(np.float32, merge_scale))
         if self._average == "gradients" and self._scaling is None:
             needed, scale = needed._replace(opt_state=()), None
-        made, carry = self._begin_program(needed, places, index, scale)
+        made, carry = self._begin_program(needed, places, index, scale, takes=tuple(takes))
+        for name in takes:
+            own = packed[name].others if name in packed else jax.tree.leaves(getattr(local, name))
+            carry = carry._replace(**{name: with_large(getattr(carry, name), own, self._small_bytes(name))})
         # Arrays of the local state itself are no outputs of a program.
         made = made._replace(frozen=self._frozen)
         if self._average == "gradients":
@@ -291,12 +307,28 @@ class LocalPrograms:
             return self._compilations.lower(traced, self._placement.device)
         return traced.lower().compile
 
+    def _small_bytes(self, name: str) -> int:
+        return self._packings[name].small_bytes if name in self._packings else SMALL_BYTES
+
+    def marked(self, local: LocalState, takes: Sequence[str]) -> LocalState:
+        packed, trees = local.packed(self._packings), {}
+        for name in takes:
+            if (own := packed.get(name)) is None:
+                trees[name] = self._marked(getattr(local, name), SMALL_BYTES)
+            else:
+                own = own._replace(others=self._marked(own.others, self._small_bytes(name)))
+                trees[name] = Deferred.of(self._packings[name], own)
+        return local._replace(**trees)
+
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry  # the merge checks the gradients
         names, packed = ("params", "opt_state", "model_state"), local.packed(self._packings)
         before = {name: packed[name] if name in packed else getattr(local, name) for name in names}
-        return carry._replace(**self._finish_program(before, {name: getattr(carry, name) for name in names}))
+        vectors, flag = self._finish_program(before, {name: getattr(carry, name) for name in names})
+        # Large arrays are no outputs of the program, which would copy them.
+        others = {name: self._packings[name].others(getattr(carry, name)) for name in vectors}
+        return carry._replace(**{name: Packed(own, others[name]) for name, own in vectors.items()}, not_finite=flag)
 
     def idle(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
@@ -308,20 +340,25 @@ class LocalPrograms:
     def _zero_flag(self, sums: Any) -> Any:
         return self._placement.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
 
-    def _finish(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a carry at the end of a round that packing and checking change."""
+    def _finish(self, before: dict[str, Any], after: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The vectors of packed trees, and ``not_finite``."""
         packed = {name: packing.pack(after[name]) for name, packing in self._packings.items()}
         others = [{name: tree for name, tree in trees.items() if name not in packed} for trees in (before, after)]
         if not self._placement.makes_pieces:  # a few long vectors are compiled sooner than many arrays
             packing = Packing(others[1])
             others = [packing.pack(tree) for tree in others]
         flag = non_finite_flag(stayed_finite((others[0], {name: before[name] for name in packed}), (others[1], packed)))
-        return packed | self._placement.constrain({"not_finite": flag})
+        vectors = {name: one.vectors for name, one in packed.items()}
+        return vectors, self._placement.constrain({"not_finite": flag})["not_finite"]
 
     def _begin(
-        self, local: LocalState, places: dict[str, Any], index: Any, merge_scale: MergeScale | None
+        self,
+        local: LocalState,
+        places: dict[str, Any],
+        index: Any,
+        merge_scale: MergeScale | None,
+        takes: tuple[str, ...],
     ) -> tuple[Constants, Carry]:
-        # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local)
         unpacked = {name: self._packings[name].unpack(getattr(copied, name), at) for name, at in places.items()}
         copied = copied._replace(**unpacked)
@@ -340,7 +377,9 @@ class LocalPrograms:
                 made = made._replace(stride=merge_scale.stride)
         else:
             carry = carry._replace(grads=self._packed_grads(zero_sums(local.params)))
-        return self._constrained(made), self._constrained(carry)
+        carry = self._constrained(carry)
+        small = {name: without_large(getattr(carry, name), self._small_bytes(name)) for name in takes}
+        return self._constrained(made), carry._replace(**small)
 
     def _packed_grads(self, grads: Any) -> Any:
         return grads if self._grads_packing is None else self._grads_packing.pack(grads)

@@ -20,6 +20,7 @@ from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._table import MetricsError
+from jaxche.replicas._taken import revived
 from jaxche.sharding import batch_size, nbytes_per_device
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
@@ -154,18 +155,20 @@ class Replica:
         self._taken: Sequence[tuple[Key, slice]] = ()  # the batches of the present step
         self.compilations = 0
 
-    def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
+    def begin(
+        self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE, takes: Sequence[str] = ()
+    ) -> tuple[Constants, Carry]:
         """The constants and the carry of a round before its first step."""
-        return self._programs.begin(local, np.uint32(index % 2**32), merge_scale)
+        return self._programs.begin(local, np.uint32(index % 2**32), merge_scale, takes)
 
-    def _executable(self, local: LocalState, batch: Any, begun: Any) -> tuple[Steps, int, Any]:
+    def _executable(self, batch: Any, begun: tuple[Constants, Carry]) -> tuple[Steps, int, Any]:
         """The steps compiled for the shapes of this batch, its rows, and the batch on the devices."""
         batch = self.placement.put(batch)
         if (key := _shapes_of(batch)) not in self._executables:
-            self._lower(local, batch, begun)()
+            self._lower(batch, begun)()
         return *self._executables[key], batch
 
-    def lower(self, local: LocalState, batch: Any) -> Callable[[], None] | None:
+    def lower(self, local: LocalState, batch: Any, takes: Sequence[str] = ()) -> Callable[[], None] | None:
         """Trace the steps for the shapes of this batch; None if they are compiled.
 
         The function that it returns compiles them, in any thread.
@@ -173,11 +176,11 @@ class Replica:
         self._padding, placed = batch, self.placement.put(batch)
         if _shapes_of(placed) in self._executables:
             return None
-        return self._lower(local, placed)
+        return self._lower(placed, self.begin(local, 0, takes=takes))
 
-    def _lower(self, local: LocalState, batch: Any, begun: Any = None) -> Callable[[], None]:
+    def _lower(self, batch: Any, begun: tuple[Constants, Carry]) -> Callable[[], None]:
         rows, key = batch_size(batch), _shapes_of(batch)  # refuses ragged batches by name before XLA sees them
-        start, carry = begun or self.begin(local, 0)
+        start, carry = begun
         with self._named(batch):
             compiled = self._programs.lower(start, carry, batch)
 
@@ -231,10 +234,18 @@ class Replica:
             f"the data needs what loss_fn reads: {f'add {lacks}' if lacks else 'give all of them the same entries'}"
         )
 
-    def warm_up(self, local: LocalState, batch: Any) -> None:
-        """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace."""
+    def warm_up(self, local: LocalState, batch: Any, takes: Sequence[str] = ()) -> None:
+        """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace.
+
+        If rounds take arrays of the state, there is no memory for a copy: then without steps, unless there is a pace.
+        """
+        if takes:
+            _, carry = self.begin(local, 0, takes=takes)
+            self._programs.finish(self._programs.marked(local, takes), carry)
+            if not self._pace_ms:
+                return
         start, carry = self.begin(local, 0)
-        steps, _, batch = self._executable(local, batch, (start, carry))
+        steps, _, batch = self._executable(batch, (start, carry))
         fastest, pace_ms = float("inf"), self._pace(batch)
         if steps.plain is not steps.measuring:
             carry, loss, *_ = steps.plain(start, carry, batch)
@@ -261,6 +272,7 @@ class Replica:
         time_limit_ms: float | None = None,
         measured: int = 0,
         pauses: Sequence[Pause] = (),
+        takes: Sequence[str] = (),
     ) -> LocalResult:
         """Take one step on each batch of ``feed``, or as many as start within ``time_limit_ms``, but at least one.
 
@@ -268,7 +280,7 @@ class Replica:
         after its steps, or after the last one; the waits in them are not timed. If several processes drive the
         replica, the first of them checks the time limit, and all take the same steps. A failed replica still takes part
         in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
-        that the merge needs.
+        that the merge needs. ``takes`` are the trees of which the steps delete the large arrays.
         """
         self._read_error, limit = None, _IN_FLIGHT
         if time_limit_ms is not None and isinstance(feed, Feed):
@@ -276,7 +288,8 @@ class Replica:
         is_late = self._time_limit(feed, time_limit_ms, limit)
         steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
         try:
-            constants, carry = self.begin(local, index, merge_scale)
+            constants, carry = self.begin(local, index, merge_scale, takes)
+            known = self._programs.marked(local, takes) if takes else local
             clock = _Clock()
             batches = iter(self._padded(feed))
             while True:
@@ -289,7 +302,7 @@ class Replica:
                     break
                 self._taken = feed.taken if isinstance(feed, Feed) else ()
                 before, began = self.compilations, time.perf_counter()
-                programs, taken, batch = self._executable(local, batch, (constants, carry))
+                programs, taken, batch = self._executable(batch, (constants, carry))
                 if self.compilations != before:
                     clock.skip_compilation(began)
                 step = programs.measuring if steps < measured else programs.plain
@@ -306,7 +319,7 @@ class Replica:
             outputs = in_flight.outputs()
             wall_ms = 1e3 * clock.seconds if steps else 0.0
             # Before an error is raised: the other processes of the replica take part in this.
-            carry = self._programs.finish(local, carry)
+            carry = self._programs.finish(known, carry)
             if self._read_error is not None:
                 raise self._read_error
             divided, compile_ms = feed.divided if isinstance(feed, Feed) else 0, 1e3 * clock.compiled_s
@@ -314,7 +327,9 @@ class Replica:
                 carry, steps, wall_ms, outputs=outputs, compile_ms=compile_ms, divided=divided, rows=rows
             )
         except Exception as error:
-            return self.idle(local)._replace(error=error)
+            carry = None  # frees what the steps have left
+            alive = local._replace(params=revived(local.params), opt_state=revived(local.opt_state)) if takes else local
+            return self.idle(alive, takes)._replace(error=error)
 
     def _time_limit(self, feed: Iterable[Any], limit_ms: float | None, in_flight: int) -> Callable[[_Clock, int], bool]:
         """Whether a round, by its clock and steps, is over its time limit; all processes of the replica agree."""
@@ -334,20 +349,22 @@ class Replica:
             return 0.0
         return self._pace_ms * batch_size(batch) / self.batch_rows
 
-    def memory(self, local: LocalState) -> tuple[RoundMemory, int]:
+    def memory(self, local: LocalState, takes: Sequence[str] = ()) -> tuple[RoundMemory, int]:
         """Bytes that a round needs on a device, for the largest compiled batch, and the rows of that."""
-        found = ((round_memory(local, steps.measuring, _IN_FLIGHT), rows) for steps, rows in self._executables.values())
+        compiled = self._executables.values()
+        found = ((round_memory(local, steps.measuring, _IN_FLIGHT, takes), rows) for steps, rows in compiled)
         return max(found, key=lambda one: one[0].fixed + one[0].of_rows)
 
-    def idle(self, local: LocalState) -> LocalResult:
+    def idle(self, local: LocalState, takes: Sequence[str] = ()) -> LocalResult:
         """The result of a round without steps."""
-        _, carry = self.begin(local, 0)
+        _, carry = self.begin(local, 0, takes=takes)
         return LocalResult(self._programs.idle(local, carry), 0, 0.0)
 
     def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.
 
-        They wait for each other in each step, so this process repeats the last batch and raises the error at the end.
+        They wait for each other in each step, so this process takes other batches of the same shapes, those that can
+        be read or else rows of the last one, and raises the error at the end.
         """
         if not (spans_processes(self.placement) and isinstance(feed, Feed)):
             yield from feed
@@ -360,7 +377,14 @@ class Replica:
                 done += 1
         except Exception as error:
             self._read_error = error
-            yield from itertools.repeat(self._padding, len(feed.steps) - done)
+            for position in range(done, len(feed.steps)):
+                try:
+                    batches = feed.peek(position)
+                except Exception:
+                    parts = [piece.rows(self.batch_rows) for piece in feed.steps[position]]
+                    rows = sum(part.stop - part.start for part in parts)
+                    batches = [jax.tree.map(lambda x, rows=rows: x[np.arange(rows) % len(x)], self._padding)]
+                yield from batches
 
 
 def _shapes_of(batch: Any) -> tuple[Any, ...]:
@@ -383,16 +407,18 @@ class RoundMemory(NamedTuple):
     by_purpose: dict[str, int]  # all of them, and "in all"
 
 
-def round_memory(local: LocalState, executable: Any, in_flight: int) -> RoundMemory:
+def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequence[str] = ()) -> RoundMemory:
     """The memory of a round with these compiled steps.
 
-    A round keeps the given state and works on a copy, with ``in_flight`` batches dispatched ahead.
+    A round keeps the given state and works on a copy, but for the trees that it takes, with ``in_flight`` batches
+    dispatched ahead.
     """
     # The other constants are arrays of the local state; only the carry adds to them.
     (start, carry, batch), (_, carry_shardings, batch_shardings) = (
         executable.args_info[0],
         executable.input_shardings[0],
     )
+    carry, carry_shardings = (one._replace(**dict.fromkeys(takes)) for one in (carry, carry_shardings))
     # Whole on each device.
     frozen = sum(math.prod(x.shape) * x.dtype.itemsize for x in start.frozen)
     fixed = {

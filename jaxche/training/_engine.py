@@ -154,6 +154,7 @@ class Engine:
         self.groups = self._settings.groups.present(self.order)
         local = [[self.ranks.index(rank) for rank in group if rank in self.ranks] for group in self.groups.ranks]
         self._local_groups = [group for group in local if group]
+        self._spanning = [rank for rank, placement in enumerate(self._placements) if spans_processes(placement)]
         # Whether a merge runs while the next round begins.
         self.overlaps = self._settings.overlap > 0 and self.world_size > 1
 
@@ -325,40 +326,56 @@ class Engine:
     def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> None:
         """Compile for the last batch of an epoch, which may be smaller, for new shares of rows, and after them.
 
-        An error here occurs again in the run, and becomes part of the result.
+        An error here occurs again in the run, and becomes part of the result. But if one process of a replica cannot
+        read such a batch, it does not know the shapes that the others compute on, and the round is refused.
         """
-        took_ms = 0.0
+        took_ms, takes = 0.0, self._takes(planned.given.donates)
         plan, local_states = planned.plan, planned.state.local_states
         cut = (plan.joined, plan.shares, plan.counts) if plan.shares else ()
         is_new, self._cut = cut != self._cut, cut
+        errors: dict[int, Exception] = {}
         for position in range(max((len(feed.steps) for feed in feeds), default=0)):
             batches = []
             for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
                 step = feed.steps[position] if position < len(feed.steps) else ()
                 is_first = is_new and (plan.shares or not position)
                 if step and (is_first or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
-                    with contextlib.suppress(Exception):
+                    try:
                         batches += [(replica, local, batch) for batch in feed.peek(position)]
+                    except Exception as error:
+                        errors.setdefault(replica.rank, error)
             if not batches:
                 continue
             clock = time.perf_counter()
             compiled: list[tuple[Replica, LocalState, Any]] = []
             with contextlib.suppress(Exception):
-                compiled = self.compile(batches)
+                compiled = self.compile(batches, takes)
             for replica, local, batch in compiled:
                 if not spans_processes(replica.placement):
                     with contextlib.suppress(Exception):
-                        replica.warm_up(local, batch)
+                        replica.warm_up(local, batch, takes)
             if compiled:
                 took_ms += (time.perf_counter() - clock) * 1e3
         self.compile_ms = max(self.compile_ms, took_ms)
+        if any(is_new or self._ends_epoch(planned, rank) for rank in self._spanning):
+            found = [(error, rank) for rank, error in errors.items() if rank in self._spanning]
+            self._group.raise_everywhere(*next(iter(found), (None, 0)), f"round {plan.round}")
 
-    def compile(self, batches: Sequence[tuple[Replica, LocalState, Any]]) -> list[tuple[Replica, LocalState, Any]]:
+    def _ends_epoch(self, planned: PlannedRound, rank: int) -> bool:
+        return any(index == planned.plan.epoch_size - 1 for _, index in planned.batches(rank))
+
+    def _takes(self, donates: bool) -> Sequence[str]:
+        """The trees of a local state of which the steps take the large arrays, in a round that does not keep it."""
+        return self._merge.takes if donates else ()
+
+    def compile(
+        self, batches: Sequence[tuple[Replica, LocalState, Any]], takes: Sequence[str] = ()
+    ) -> list[tuple[Replica, LocalState, Any]]:
         """Compile steps for these batches of different replicas, all at once; returns those that were not compiled yet.
 
         They are traced in this thread, whose settings of JAX hold, e.g. those of a ``with`` statement around ``fit``.
         """
-        lowered = [(one, compile) for one in batches if (compile := one[0].lower(*one[1:])) is not None]
+        lowered = [(one, compile) for one in batches if (compile := one[0].lower(*one[1:], takes)) is not None]
         list(self._pool.map(lambda found: found[1](), lowered))
         return [one for one, _ in lowered]
 
@@ -367,7 +384,7 @@ class Engine:
 
         ``meanwhile`` is called while they run. The error of a merge in flight is raised: it ends the round.
         """
-        plan, limit_ms = planned.plan, planned.time_limit_ms
+        plan, limit_ms, takes = planned.plan, planned.time_limit_ms, self._takes(planned.given.donates)
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
 
         def run_one(
@@ -375,14 +392,14 @@ class Engine:
         ) -> LocalResult:
             groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
             if not (feed.steps or groups):
-                result = replica.idle(local)
+                result = replica.idle(local, takes)
                 for pause in pauses:
                     result = result._replace(carry=pause.apply(local, result.carry, 0)[0])
                 return result
             scale = planned.scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
             try:
-                result = replica.run(local, feed, number, scale, limit_ms, measured[replica.rank], pauses)
+                result = replica.run(local, feed, number, scale, limit_ms, measured[replica.rank], pauses, takes)
                 is_done = result.error is None
             finally:
                 if groups and not is_done:
@@ -431,7 +448,7 @@ class Engine:
         """
         carries, in_flight = [result.carry for result in results], planned.state.in_flight
         if not self.overlaps:
-            return self._merge(self._fitted(planned.starts), carries, rows)
+            return self._merge(self._fitted(planned.starts), carries, rows, planned.given.donates)
         exchanged = self._merge.exchange(planned.starts, carries, rows)
         return exchanged if in_flight is None else in_flight.seen_by(exchanged)
 

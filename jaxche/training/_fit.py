@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxche.data import as_stream, is_stream, line_for_two_arrays
-from jaxche.distributed import PREEMPTED_CODE, PeerLostError
+from jaxche.distributed import PREEMPTED_CODE, PeerLostError, delayed_interrupt
+from jaxche.replicas import free
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
 from jaxche.training._checks import checked_callbacks
@@ -111,8 +112,11 @@ def fit(
         default a line is printed every ten seconds, and every round is logged. Rounds with an evaluation and the last
         one always are. The history has every round, and other callbacks get every round.
       checkpoint_every: how often to save, as for ``eval_every``; it replaces ``every`` of :class:`~jaxche.Checkpoints`.
-      donate: free the arrays of ``state`` after the first rounds, as ``donate_argnums`` of ``jax.jit`` does:
-        devices then hold the parameters and the optimizer's state once less. Do not use that state again.
+      donate: take the arrays of ``state``, and in each round those of the state before it, as ``donate_argnums`` of
+        ``jax.jit`` does: devices then hold the optimizer's state once, not three times. Do not use that state again,
+        nor those that callbacks were given in earlier rounds. An error within a round leaves no state, so save
+        checkpoints. Ctrl-C interrupts after the round. In elastic runs and with ``overlap=`` rounds keep their state,
+        and only the given one is freed.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state
@@ -166,7 +170,8 @@ def fit(
         calls = CallbackHook(agreed.callbacks, log_every, trainer._group.is_leader)
         hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), calls]
         hooks += [DonationHook(state)] if donate else []
-        run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
+        # An elastic run repeats a round without those that were lost in it, from the state before it.
+        run = Run(state, data, agreed.size, agreed.end, donates=donate and not trainer._membership, hooks=hooks)
         _train(trainer, run)
     run.history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(run.state.local_states[0].outer_state))
@@ -195,23 +200,42 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
     """Run rounds until the end; in an elastic run processes may be lost and admitted between them."""
     membership = trainer._membership
     while not run.is_done:
-        try:
-            if membership:
-                membership.admit(run)
-            state, info = trainer._round(run.state, run.data, end=run.end)
-            if membership:
-                state = membership.after_round(state)
-            if info.stop or run.end.is_reached(state):
-                state = state.merged()
-        except PeerLostError as error:
-            if membership is None:
-                raise
-            membership.recover(run, error)
-            continue
-        run.advance(state, info)
+        with _donated(run) if run.donates else contextlib.nullcontext():
+            try:
+                if membership:
+                    membership.admit(run)
+                state, info = trainer._round(run.state, run.data, run.end, GivenRound(donates=run.donates))
+                if membership:
+                    state = membership.after_round(state)
+                if info.stop or run.end.is_reached(state):
+                    state = state.merged()
+            except PeerLostError as error:
+                if membership is None:
+                    raise
+                membership.recover(run, error)
+                continue
+            run.advance(state, info)
         if not membership:
             run.previous = None
         yield info
+
+
+@contextlib.contextmanager
+def _donated(run: Run) -> Iterator[None]:
+    """A round that takes the arrays of the state: Ctrl-C interrupts after it, and an error may leave no state."""
+    line = "interrupted: fit ends after this round; a second Ctrl-C ends it now, and with donate=True no state is left"
+    with delayed_interrupt(line):
+        try:
+            yield
+        except BaseException as error:
+            run.is_lost = run.state.is_deleted
+            if run.is_lost:
+                free(run.state.local_states, kept=[])
+                error.add_note(
+                    "fit(donate=True) has taken the state before this round; continue from a checkpoint, or leave "
+                    "donate= out"
+                )
+            raise
 
 
 def _train(trainer: Rounds, run: Run) -> None:
@@ -239,7 +263,7 @@ def _train(trainer: Rounds, run: Run) -> None:
                 # The remaining processes end the fit again: the lost one may have written only a part of what it wrote.
                 membership.recover(run, error)
     except KeyboardInterrupt:
-        if group.num_processes > 1:
+        if group.num_processes > 1 or run.is_lost:
             raise
         _stop(run)
         # Also without progress: a loop around fit goes on.
@@ -254,7 +278,7 @@ def _train(trainer: Rounds, run: Run) -> None:
             ) from error
         raise
     except Exception:
-        trainer.last_good_state = run.state
+        trainer.last_good_state = None if run.is_lost else run.state
         raise
 
 

@@ -40,6 +40,8 @@ class Run:
     history: History = field(default_factory=History)
     # The state before the last round, which may have failed on another process; kept in elastic runs.
     previous: TrainerState | None = None
+    donates: bool = False  # whether rounds take the arrays of the state
+    is_lost: bool = False  # whether a failed round has taken them
     hooks: Sequence[Hook] = ()  # in the order of their calls
     before: Reached = field(init=False)  # how far the run was before the last round
 

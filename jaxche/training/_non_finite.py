@@ -25,7 +25,7 @@ class NonFiniteLossError(FloatingPointError):
     Attributes:
       rank: rank of the replica, or None if all replicas were finite and the merged state is not.
       round: number of the round; it is not merged.
-      state: the state before that round; None in a copy or a pickle of the error.
+      state: the state before that round; None in a copy or a pickle of the error, and with ``fit(donate=True)``.
       batches: ``(epoch, index)`` of the batches of that replica, or of all replicas, in the round.
 
     Example:
@@ -62,12 +62,15 @@ def non_finite_error(
     ends = [None if plan.shares else counts[r] for r in suspects]
     taken = [planned.batches(r)[:end] for r, end in zip(suspects, ends, strict=True)]
     batches = tuple(dict.fromkeys(itertools.chain(*taken)))
+    state, kept = planned.state, "; this error's .state is the one before it"
+    if state.is_deleted:
+        state, kept = None, ""
     return NonFiniteLossError(
         f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. "
-        f"{_advice(planned, batches)}. The round was not merged; this error's .state is the one before it",
+        f"{_advice(planned, batches)}. The round was not merged{kept}",
         rank,
         plan.round,
-        planned.state,
+        state,
         batches,
     )
 
@@ -75,7 +78,7 @@ def non_finite_error(
 def _advice(planned: PlannedRound, batches: Sequence[Key]) -> str:
     """What to look at after a number that is not finite: the state, the values of these batches, or the optimizer."""
     reader = planned.reader
-    if names := _nan_names(planned.state):
+    if not planned.state.is_deleted and (names := _nan_names(planned.state)):
         return f"There was NaN before the round, in {', '.join(names[:4])}; look at what trainer.init was given"
     advice = (
         "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "

@@ -106,6 +106,7 @@ class GivenRound(NamedTuple):
       overlapped: steps of each before it takes in the merge in flight.
       group_merges: the merges of the round, those within groups included; None for those that the state plans.
       keeps: whether its batches stay ready, for another round on them.
+      donates: whether it takes the arrays of the state before it, which is not kept then.
     """
 
     counts: Sequence[int] | None = None
@@ -115,6 +116,7 @@ class GivenRound(NamedTuple):
     overlapped: Sequence[int] = ()
     group_merges: int | None = None
     keeps: bool = False
+    donates: bool = False
 
     @classmethod
     def of(cls, info: RoundInfo) -> GivenRound:

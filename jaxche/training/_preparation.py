@@ -108,9 +108,17 @@ class PreparedEngine(Engine):
             self._merge.prepare(*self._nothing_to_merge(local_states))
 
     def prepare(
-        self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
+        self,
+        local_states: Sequence[LocalState],
+        data: Any,
+        plan: RoundPlan,
+        fingerprint: dict[str, str],
+        donates: bool = False,
     ) -> None:
-        """Compile and warm up the programs of a round, and check that all processes agree; once."""
+        """Compile and warm up the programs of a round, and check that all processes agree; once.
+
+        With ``donates`` it makes no copy of the state.
+        """
         if self._replicas:
             return
         try:
@@ -121,12 +129,13 @@ class PreparedEngine(Engine):
                 constants = self._build(local_states[0], batch, self.batch_size)
                 first = [self._first_step(rank, plan, batch) for rank in self.ranks]
                 clock = time.perf_counter()
-                self.compile(list(zip(self._replicas, local_states, first, strict=True)))
+                takes = self._takes(donates)
+                self.compile(list(zip(self._replicas, local_states, first, strict=True)), takes)
                 self.compile_ms = (time.perf_counter() - clock) * 1e3
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
             with self._group.errors_everywhere(self.ranks[0], _PLACE):
                 for replica, local, own in zip(self._replicas, local_states, first, strict=True):
-                    replica.warm_up(local, own)
+                    replica.warm_up(local, own, takes)
             seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
@@ -138,12 +147,14 @@ class PreparedEngine(Engine):
             if line := line_for_two_arrays(data):
                 error.add_note(line)
             raise
-        self._own_resources = self._resources(local_states)
+        self._own_resources = self._resources(local_states, takes)
         self._share_resources()
-        if self.world_size > 1:
+        if self.world_size > 1 and donates:
+            self._merge.prepare(*self._nothing_to_merge(local_states, takes), donates=True)
+        elif self.world_size > 1:
             self._warm_up_merge(local_states)
         for group in self._local_groups:  # compile before any clock starts
-            carries = [self._replicas[place].begin(local_states[place], 0)[1] for place in group]
+            carries = [self._replicas[place].begin(local_states[place], 0, takes=takes)[1] for place in group]
             merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
 
     def _first_step(self, rank: int, plan: RoundPlan, batch: Any) -> Any:
@@ -155,9 +166,9 @@ class PreparedEngine(Engine):
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
         self._merge(*self._nothing_to_merge(local_states))
 
-    def _nothing_to_merge(self, local_states: Sequence[LocalState]) -> tuple[Any, ...]:
+    def _nothing_to_merge(self, local_states: Sequence[LocalState], takes: Sequence[str] = ()) -> tuple[Any, ...]:
         """The arguments of a merge that changes nothing."""
-        carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
+        carries = [r.idle(local, takes).carry for r, local in zip(self._replicas, local_states, strict=True)]
         return self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS)))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
@@ -290,11 +301,13 @@ class PreparedEngine(Engine):
         for rank, memory, rows in itertools.chain.from_iterable(self._group.all_gather(self._own_resources)):
             self._memory[rank], self._row_limits[rank] = memory, rows
 
-    def _resources(self, local_states: Sequence[LocalState]) -> list[tuple[int, dict[str, int], float]]:
+    def _resources(
+        self, local_states: Sequence[LocalState], takes: Sequence[str]
+    ) -> list[tuple[int, dict[str, int], float]]:
         """For each local replica its rank, the bytes that a round needs, and its largest step in rows."""
         found = []
         for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
-            memory, rows = replica.memory(local)
+            memory, rows = replica.memory(local, takes)
             most = min(row_limit(rows, memory, replica.placement), MOST_ROWS)
             found.append((self.order[rank], memory.by_purpose, most))
         return found

@@ -150,7 +150,7 @@ class RoundStatistics:
         plan = planned.plan
         if self._host["failed"].any():
             rank, error = next(iter(errors.items()), (0, None))
-            group.raise_everywhere(error, rank, f"round {plan.round}")
+            group.raise_everywhere(error, rank, f"round {plan.round}", is_kept=not planned.given.donates)
         self._check_plans(plan)
         if not self.examples.any():
             raise ValueError(

@@ -260,7 +260,8 @@ class Rounds:
         """Bytes that the steps of a round need on a device of each replica, beside what your own variables hold.
 
         One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
-        The merge follows the steps, when activations are free. Under exact sync it makes a new state beside the old.
+        The merge follows the steps, when activations are free. Under exact sync it makes a new state beside the old,
+        unless a fit has ``donate=True``.
         """
         return self._engine.memory
 
@@ -399,7 +400,7 @@ class Rounds:
         # In an elastic run all of them: a process that joins later has to have the same.
         for engine in self._engines if self._membership else [self._engine]:
             if not engine.is_prepared:
-                engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan))
+                engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan), given.donates)
         if end.examples is not None:  # the size of a batch is known now
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         return plan
@@ -506,7 +507,7 @@ def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
         if any(array.is_deleted() for local in state.local_states[:1] for array in itertools.islice(local.arrays, 1)):
             raise ValueError(
                 "state was deleted: fit(state, data, donate=True) takes its arrays; go on with the state that fit "
-                "returns, state, history = trainer.fit(state, data, donate=True)"
+                "returns, state, history = trainer.fit(state, data, donate=True), after an error with a checkpoint"
             )
         return state
     if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):

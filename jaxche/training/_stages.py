@@ -36,8 +36,11 @@ from jaxche.replicas import (
     devices_by_process,
     drop_replica_axis,
     is_local,
+    marked,
     stayed_finite,
     update_in_round,
+    with_large,
+    without_large,
     without_replica_axis,
 )
 from jaxche.scaling import with_extra_args
@@ -97,16 +100,20 @@ class StagedPrograms:
         self._tx: Any = with_extra_args(tx)
         self._by_size: dict[int | None, Partitioned] = {}
         # keep_unused: the arguments also say on which device the zeros are made.
-        self._begin = jax.jit(self._copy_state, keep_unused=True)
+        self._begin = jax.jit(self._copy_state, static_argnames="takes", keep_unused=True)
         self._update = jax.jit(self._update_stage, donate_argnums=(1, 2))
         self._update_on_device = placement.by_stage[0].update
         self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_add_to_sums, donate_argnums=0)
-        self._stayed_finite = jax.jit(stayed_finite)
+        self._stayed_finite, self._marked = jax.jit(stayed_finite), jax.jit(marked)
 
-    def begin(self, local: LocalState, index: Any, merge_scale: Any) -> tuple[Constants, Carry]:
-        begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
+    def begin(
+        self, local: LocalState, index: Any, merge_scale: Any, takes: Sequence[str] = ()
+    ) -> tuple[Constants, Carry]:
+        stages = zip(local.params, local.opt_state, strict=True)
+        begun = [self._begin(*stage, takes=tuple(takes)) for stage in stages]
         trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in begun[0]}
+        trees |= {name: with_large(trees[name], jax.tree.leaves(getattr(local, name))) for name in takes}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
         constants = Constants()
         if self._average == "gradients":
@@ -122,6 +129,9 @@ class StagedPrograms:
         model.compile(self._params(start, carry), batch)  # a stage is traced with what the one before it returns
         step = functools.partial(self._step, model, np.float32(examples))
         return lambda: Steps(step, step)
+
+    def marked(self, local: LocalState, takes: Sequence[str]) -> LocalState:
+        return local._replace(**{name: tuple(map(self._marked, getattr(local, name))) for name in takes})
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
@@ -168,11 +178,11 @@ class StagedPrograms:
         params, opt_state = zip(*updated, strict=True)
         return stepped._replace(params=params, opt_state=opt_state), loss
 
-    def _copy_state(self, params: Any, opt_state: Any) -> dict[str, Any]:
+    def _copy_state(self, params: Any, opt_state: Any, takes: tuple[str, ...]) -> dict[str, Any]:
         if self._average == "gradients":
             return {"grads": zero_sums(params)}
-        # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
-        return jax.tree.map(jnp.copy, {"params": params, "opt_state": opt_state})
+        copied = jax.tree.map(jnp.copy, {"params": params, "opt_state": opt_state})
+        return copied | {name: without_large(copied[name]) for name in takes}
 
     def _update_stage(
         self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any
@@ -320,16 +330,19 @@ class StageMerge:
             for s, replica_mesh in enumerate(stage_meshes.by_stage)
             if jax.tree.leaves(local.params[s])
         }
+        self.takes = next(iter(self._merges.values())).takes
 
     @property
     def nbytes(self) -> int:
         """The bytes that each replica sends, all its stages together."""
         return sum(merge.nbytes or 0 for merge in self._merges.values())
 
-    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> None:
+    def prepare(
+        self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray, donates: bool = False
+    ) -> None:
         """Compile the merges and connect the processes; see :meth:`Merge.prepare`."""
         for s, merge in self._merges.items():
-            merge.prepare(*self._of_stage(s, starts, carries), rows)
+            merge.prepare(*self._of_stage(s, starts, carries), rows, donates)
 
     def _of_stage(
         self, stage: int, starts: Sequence[LocalState], carries: Sequence[Any]
@@ -341,9 +354,11 @@ class StageMerge:
         ]
         return [_stage_of(start, stage) for start in starts], own
 
-    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> Merged:
+    def __call__(
+        self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray, donates: bool = False
+    ) -> Merged:
         """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
-        merged = {s: merge(*self._of_stage(s, starts, carries), rows) for s, merge in self._merges.items()}
+        merged = {s: merge(*self._of_stage(s, starts, carries), rows, donates) for s, merge in self._merges.items()}
         local_states = []
         for i, start in enumerate(starts):
             stages = [
@@ -412,7 +427,7 @@ class StagedEngine(PreparedEngine):
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 
-    def _resources(self, local_states: Sequence[LocalState]) -> list[Any]:
+    def _resources(self, local_states: Sequence[LocalState], takes: Sequence[str]) -> list[Any]:
         """Empty: stages take whole batches, and need memory for the activations that their schedule keeps."""
         return []
 

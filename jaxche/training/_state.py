@@ -130,6 +130,11 @@ class TrainerState:
             clock_merge_ms=self.clock_merge_ms + known_ms,
         )
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether a fit with ``donate=True`` has taken arrays of it."""
+        return any(array.is_deleted() for local in self.local_states for array in local.arrays)
+
     def __copy__(self) -> TrainerState:
         return replace(self)
 

@@ -143,7 +143,8 @@ class Trainer(Rounds):
       see :func:`~jaxche.scaling.progress_schedule`. A schedule of ``outer`` counts merges.
 
     Attributes:
-      last_good_state: after an error in :meth:`fit`, the state after the last good round.
+      last_good_state: after an error in :meth:`fit`, the state after the last good round; None if ``donate=True`` has
+        taken it.
 
     Raises:
       ValueError: an invalid argument, with the line to write instead; or :func:`jaxche.initialize` was not called in a

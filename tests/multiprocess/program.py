@@ -1,6 +1,8 @@
 """What each process of test_training does; run by ``jaxche launch``. Prints one JSON line per experiment."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -301,7 +303,38 @@ def islands(problem, groups, host, named):
         "rates": len(rates),
         "torn": torn,
         "cut": len({str(shard.index) for shard in state.local_states[0].params["w"].global_shards}),
+        "donated": [donated(problem, len(groups), policy, **knobs) for policy in ("cadence", "sync")],
     }
+
+
+def donated(problem, world, policy, **knobs):
+    """Whether fits that take their state end as those that keep it, and take it; and their errors of a read."""
+    params = {"w": np.linspace(-1, 1, 8 * 4096, dtype=np.float32).reshape(8, 4096), "b": np.zeros(4, np.float32)}
+
+    def loss(params, batch):
+        out = jnp.tanh(batch["x"] @ params["w"]).reshape(-1, 4, 1024).mean(2) + params["b"]
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    if world > 1:
+        knobs |= (
+            {"rows": "equal"} if policy == "sync" else {"che": jaxche.ElChe(world, 2, max_anchor=2, max_batch_diff=0)}
+        )
+    ended, taken, errors = [], [], []
+    for donate in (False, True):
+        trainer, states = jaxche.Trainer(loss, optax.adam(0.05), policy=policy, **knobs), []
+        options = {"callbacks": [lambda state, info, states=states: states.append(state)], "progress": False}
+        given = trainer.init(params)
+        state, _ = trainer.fit(given, problem.data, donate=donate, **options)
+        shards = [leaf.addressable_shards for leaf in jax.tree.leaves(state.local_states[0].params)]
+        ended.append([np.asarray(shard.data).tolist() for shard in itertools.chain(*shards)])
+        taken.append(given.is_deleted)
+        errors.append([])
+        for at in (range(6, 99), range(6, 12), range(12, 13)):  # the last batch of an epoch is a smaller one
+            fit = functools.partial(trainer.fit, states[-1], Torn(problem.data, at), donate=donate, **options)
+            errors[-1].append((name_of_error(fit) or [None])[0])
+            if donate:
+                states.append(trainer.init(params))
+    return {"equal": ended[0] == ended[1], "taken": taken, "errors": errors}
 
 
 GROUP_COUNTS = [(4, 3, 3, 3), (3, 2, 2, 0), (2, 2, 1, 1), (4, 2, 4, 3)]

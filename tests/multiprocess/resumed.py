@@ -33,6 +33,7 @@ RULES = {
     "overlapped": {"overlap": 0.5},
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
     "codes": {"wire": "int4"},
+    "gradients": {"average": "gradients"},
     "groups": {"groups": "process", "group_merges": 2},
 }
 # Of the second process, one after another, and a run long enough for them.
@@ -354,6 +355,7 @@ def main(what, round, folder, rules="plain"):
         progress=False,
         checkpoints=checkpoints,
         validation=Deadly(problem.data, rounds) if "evaluates" in what else None,
+        donate="donated" in what,
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),

@@ -178,8 +178,14 @@ def test_data_that_one_rank_cannot_read_ends_all_by_name_and_keeps_the_checkpoin
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "accelerated", "rules"),
-    [("LOST", (), "plain"), ("KILL", (), "plain"), ("LOST", (0, 1), "plain"), ("KILL", (), "codes")],
-    ids=["without checkpoints", "with checkpoints", "on accelerators", "codes"],
+    [
+        ("LOST", (), "plain"),
+        ("KILL", (), "plain"),
+        ("LOST", (0, 1), "plain"),
+        ("KILL", (), "codes"),
+        ("LOST donated", (), "gradients"),
+    ],
+    ids=["without checkpoints", "with checkpoints", "on accelerators", "codes", "donated"],
 )
 def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stand_ins, accelerated, rules):
     options = {"elastic": True, "events": tmp_path / "events.jsonl", "env": stand_ins(*accelerated), "rules": rules}

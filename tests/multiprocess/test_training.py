@@ -107,6 +107,14 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(
         assert "disk on fire" in result["torn"][1]
         mine = next(group for group in groups if process in group)
         assert result["cut"] == (1 if what == "host" else sum(sizes[p] for p in mine))
+        for found in result["donated"]:
+            assert found["equal"]
+            assert found["equal"]
+            assert found["taken"] == [False, True]
+            kind = "OSError" if process == 1 else "RankError"
+            for errors in found["errors"]:  # a replica of one process does not read all batches
+                assert errors[:2] == [kind, kind]
+                assert errors[2] == (kind if (0, 1) in groups else None)
 
 
 def test_replicas_of_a_process_merge_within_rounds_as_in_one_process(program, tmp_path, devices):

@@ -220,6 +220,24 @@ def test_the_views_of_a_merge_serve_the_next_one(problem, devices, average, kept
             jax.tree.map(lambda x, *row: np.testing.assert_array_equal(x, np.concatenate(row)), tree, *rows)
 
 
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_a_merge_that_does_not_keep_the_state_is_made_in_its_place(problem, devices, average):
+    """The merged trees take the buffers of the state if gradients are averaged, else those of the carry."""
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2])
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data, counts=(1, 1))
+    merge, replicas = trainer._engine._merge, trainer._engine._replicas
+    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
+    arguments = merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
+    sizes = {
+        name: program.lower(*arguments).compile().memory_analysis().alias_size_in_bytes
+        for name, program in {"kept": merge._program, "donated": merge._donating}.items()
+    }
+    held = 3 * sum(x.nbytes for x in problem.params.values())  # parameters and two moments, as a shard of each device
+    assert sizes["donated"] >= held
+    assert sizes["kept"] == (0 if average == "gradients" else sizes["donated"])
+
+
 def test_other_arrays_than_those_of_a_merge_have_views_of_their_own(problem, devices):
     one, two = (jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]) for _ in range(2))
     state, _ = one.round(one.init(problem.params), problem.data, counts=(1, 2))

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.replicas import LocalState, _packing
+from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._packing import Deferred, Packed, Packing, packings
+from jaxche.replicas._placement import DevicePlacement, add_replica_axis
+from jaxche.replicas._programs import LocalPrograms
+from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._schedule_counts import counts_of, is_count, with_counts
+from jaxche.replicas._table import Columns
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint8", "bool", "complex64"])
@@ -194,3 +199,19 @@ def test_merges_give_the_same_numbers(devices, monkeypatch, close, case):
     wide = jax.tree.map(lambda x: np.asarray(x, "f") if x.dtype == jnp.bfloat16 else x, found)
     # Compilers join the arithmetic of other programs in another way.
     close(*wide, rtol=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_the_end_of_a_round_copies_no_large_array_of_a_packed_tree(devices):
+    params = {f"p{i}": jnp.zeros(2) for i in range(20)} | {"w": jnp.ones((128, 129))}
+    tx = optax.adam(0.1)
+    local = jax.device_put(add_replica_axis(LocalState(params, tx.init(params), None, None)), devices[1])
+    packed = packings({"params": local.params, "opt_state": local.opt_state})
+    loss = FrozenArrays(lambda params, batch: jnp.sum(params["w"]) * jnp.mean(batch))
+    programs = LocalPrograms(DevicePlacement(devices[1]), loss, tx, "parameters", 0, Columns(), None, False, packed)
+    _, carry = programs.begin(local, np.uint32(0), MergeScale())
+    ended = programs.finish(local, carry)
+    assert [x.shape for x in ended.params.vectors] == [(1, 40)]
+    assert ended.params.others[0] is carry.params["w"]
+    moments = carry.opt_state[0]
+    assert {id(x) for x in ended.opt_state.others} == {id(x) for x in (moments.count, moments.mu["w"], moments.nu["w"])}
+    assert float(ended.not_finite[0, 0]) == 0

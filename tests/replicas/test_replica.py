@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxche.cadence import Piece
+from jaxche.data import Feed, SequenceReader
 from jaxche.distributed import Group
 from jaxche.replicas import _replica
 from jaxche.replicas._frozen import FrozenArrays
@@ -132,15 +134,43 @@ def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monk
     replica, local = make()
     begun, failures = replica.begin, [MemoryError("full")]
 
-    def full_once(*args):
+    def full_once(*args, **options):
         if failures:
             raise failures.pop()
-        return begun(*args)
+        return begun(*args, **options)
 
     monkeypatch.setattr(replica, "begin", full_once)
     result = replica.run(local, [np.ones(2, np.float32)], 0)
     assert isinstance(result.error, MemoryError)
     assert result.steps == 0
+
+
+@pytest.mark.parametrize("broken", [{2}, {2, 3}, {0, 1, 2, 3}])
+def test_other_batches_have_the_shapes_of_those_that_one_process_cannot_read(make, monkeypatch, broken):
+    """Two epochs of 4, 4, 4 and 2 rows: the last batch of the first was read before the round."""
+
+    class Data(list):
+        def __getitem__(self, i):
+            if reads and i in broken:
+                raise OSError("gone")
+            return super().__getitem__(i)
+
+    monkeypatch.setattr(_replica, "spans_processes", lambda placement: True)
+    batches, reads = [np.full(n, i, np.float32) for i, n in enumerate((4, 4, 4, 2))], []
+    keys = [(epoch, i) for epoch in range(2) for i in range(4)]
+    reader = SequenceReader(Data(batches))
+    feed = Feed(reader, [(Piece(key),) for key in keys])
+    replica, local = make()
+    replica.lower(local, batches[3])
+    feed.peek(3)
+    feed.peek(7)
+    reads.append(True)
+    seen = list(replica._padded(feed))
+    assert [len(batch) for batch in seen] == [4, 4, 4, 2] * 2
+    for (_, i), batch in zip(keys, seen, strict=True):
+        if i not in broken:
+            np.testing.assert_array_equal(batch, batches[i])
+    assert str(replica._read_error) == "gone"
 
 
 def test_compiling_again_copies_nothing(make, monkeypatch):
