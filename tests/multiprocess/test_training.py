@@ -93,7 +93,7 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(
 ):
     sizes, groups = program.ISLANDS[what]
     env = stand_ins(*accelerated, devices=max(sizes))
-    code, results = run(what, tmp_path, processes=len(sizes), env=env)
+    code, results = run(what, tmp_path, processes=len(sizes), env=env, hang_timeout_s=60.0)
     assert code == 0
     world = len(groups)
     here, told = devices_alone(world)

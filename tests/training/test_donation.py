@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.replicas import _merge
 from jaxche.replicas._merge import Merge
 from jaxche.replicas._packing import Deferred
 from jaxche.replicas._programs import LocalPrograms
@@ -31,7 +32,7 @@ def data():
 
 
 def params(many=False):
-    more = {f"p{i}": np.full(2, i, np.float32) for i in range(20 if many else 0)}
+    more = {f"p{i}": np.full(2000, i, np.float32) for i in range(20 if many else 0)}
     w = np.random.default_rng(1).normal(size=(4, LARGE // 4)).astype(np.float32)
     return {"w": w, "b": np.zeros(3, np.float32)} | more
 
@@ -53,7 +54,7 @@ def taken(state):
         if isinstance(tree, Deferred):
             packed, made = tree.made
             tree = packed or made or local.views.trees[name]
-        found.append({leaf.is_deleted() for leaf in jax.tree.leaves(tree) if leaf.size >= LARGE} == {True})
+        found.append({leaf.is_deleted() for leaf in jax.tree.leaves(tree) if leaf.size and leaf.size % LARGE == 0} == {True})
     return found
 
 
@@ -89,8 +90,19 @@ def test_rounds_take_the_state_and_change_nothing(data, devices, options, replic
             trainer.init(params(many)), data, epochs=4, callbacks=[look], progress=False, donate=donate
         )
         ended.append((jax.device_get((trainer.params(state), trainer.opt_state(state))), [i.loss for i in history]))
-    assert seen[1:] == [takes] * (len(history) - 1)
+        assert seen[1:] == [takes if donate else [False, False]] * (len(history) - 1)
     jax.tree.map(np.testing.assert_array_equal, *ended)
+
+
+def test_the_update_of_exact_sync_takes_the_state_itself(data, devices, monkeypatch):
+    """Not only what is freed after it."""
+    monkeypatch.setattr(_merge, "free", lambda states, kept: None)
+    trainer = jaxche.Trainer(loss, optax.adam(0.02), policy="sync", replicas=devices[:2], fleet=fleet())
+    states = []
+    trainer.fit(
+        trainer.init(params()), data, callbacks=[lambda state, info: states.append(state)], progress=False, donate=True
+    )
+    assert taken(states[0]) == [True, True]
 
 
 def test_exact_sync_and_local_steps_under_auto_take_the_state(data, devices):
@@ -308,18 +320,27 @@ def press():
     signal.pthread_kill(main, signal.SIGINT)
 
 
+def wait_for(condition):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_interrupts_after_the_round_and_a_second_one_within(one, data, monkeypatch, caplog, presses):
     run, calls = Replica.run, []
 
     def interrupted(self, local, feed, *rest):
         calls.append(self.rank)
+        result = run(self, local, feed, *rest)
         if len(calls) == 2:
-            for _ in range(presses):
+            press()
+            wait_for(lambda: "interrupted: fit ends after this round; a second Ctrl-C ends it now" in caplog.text)
+            if presses == 2:
                 press()
-                while "interrupted: fit ends after this round; a second Ctrl-C ends it now" not in caplog.text:
-                    time.sleep(0.01)
-        return run(self, local, feed, *rest)
+                wait_for(lambda: feed._is_stopped)
+        return result
 
     monkeypatch.setattr(Replica, "run", interrupted)
     start = one.init(params())
