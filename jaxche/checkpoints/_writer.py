@@ -86,6 +86,8 @@ class CheckpointWriter:
             # Remove unfinished checkpoints of dead processes only when a run starts.
             cleanup_tmp_directories=is_first_quorum,
             create=is_first_quorum,
+            # There is none, and Orbax would wait for all processes, for minutes if one has died.
+            save_root_metadata=False,
             **settings,
         )
         self._manager = self._ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)

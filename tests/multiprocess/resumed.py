@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import jaxche
+from jaxche.checkpoints import _writer
 from jaxche.distributed import _elastic_group
 from jaxche.replicas import ReplicaMesh, _merge
 from jaxche.training import _checkpoints, _membership, _plan
@@ -249,10 +250,13 @@ def print_errors():
 
 
 def die_in_admission(moment):
-    """Process 0 dies while it sends its state, a replacement while it receives one, or process 2 right after that."""
+    """Process 0 dies while it sends its state, a replacement while it receives one, or process 2 right after that.
+
+    Or process 2 while it begins to save with the other survivors of a death.
+    """
     restart = int(os.environ.get("JAXCHE_RESTART", 0))
 
-    def die(*args):
+    def die(*args, **options):
         signal.raise_signal(signal.SIGKILL)
 
     if moment == "sender" and jax.process_index() == 0 and not restart:
@@ -268,6 +272,16 @@ def die_in_admission(moment):
             arrange(self, order, local_states)
 
         PreparedEngine.arrange = arrange_or_die
+    if moment == "reopening" and jax.process_index() == 2 and not restart:
+        reopen = _writer.CheckpointWriter.reopen
+
+        def reopen_and_die(self, shrunk):
+            import orbax.checkpoint as ocp
+
+            ocp.CheckpointManager.__init__ = die
+            reopen(self, shrunk)
+
+        _writer.CheckpointWriter.reopen = reopen_and_die
 
 
 def read_state_late(folder):

@@ -316,6 +316,18 @@ def test_a_death_in_an_admission_costs_another_try(program, tmp_path, capfd, mom
         assert "was not admitted, and tries again" in err
 
 
+def test_a_death_while_the_survivors_of_another_begin_to_save_stops_nobody(program, tmp_path, capfd):
+    options = {"processes": 3, "elastic": True, "hang_timeout_s": 40.0}
+    code, (zero,) = run(tmp_path / "run", "KILL dies-reopening", 3, **options)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert "rank 1 was ended by SIGKILL" in err
+    assert "rank 2 was ended by SIGKILL" in err
+    worlds = [len(counts) for _, _, _, counts, _ in zero["rounds"]]
+    assert worlds == [3] * 4 + [1] * (len(worlds) - 4)
+    assert read(zero["rounds"]) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rules"),

@@ -54,7 +54,9 @@ def taken(state):
         if isinstance(tree, Deferred):
             packed, made = tree.made
             tree = packed or made or local.views.trees[name]
-        found.append({leaf.is_deleted() for leaf in jax.tree.leaves(tree) if leaf.size and leaf.size % LARGE == 0} == {True})
+        found.append(
+            {leaf.is_deleted() for leaf in jax.tree.leaves(tree) if leaf.size and leaf.size % LARGE == 0} == {True}
+        )
     return found
 
 
