@@ -81,11 +81,13 @@ class CheckpointWriter:
                 barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
             )
             registry = handlers(multiprocessing)
+        # Only when a run starts: unfinished checkpoints of dead processes are removed, and Orbax waits for all to make
+        # the folder, by collectives that end soon if one process is late.
+        is_start = is_first_quorum and self._manager is None
         options = self._ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
-            # Remove unfinished checkpoints of dead processes only when a run starts.
-            cleanup_tmp_directories=is_first_quorum,
-            create=is_first_quorum,
+            cleanup_tmp_directories=is_start,
+            create=is_start,
             # There is none, and Orbax would wait for all processes, for minutes if one has died.
             save_root_metadata=False,
             **settings,
@@ -239,8 +241,11 @@ class CheckpointWriter:
         with self.unless_lost("finished"):
             failed = close_manager(self._manager)
             self._remove_discarded()
-            if failed is not None and not (error is not None and no_space(failed)):
+            if failed is not None and error is None:
                 raise failed
+            # The error, or the exit of this process, is not to be hidden; the others know of their own.
+            if not (failed is None or no_space(failed) or isinstance(failed, threading.BrokenBarrierError)):
+                _log.warning("checkpoint %s was not finished: %s", self._begun, str(failed)[:300])
 
     @contextlib.contextmanager
     def unless_lost(self, what: str) -> Iterator[None]:
