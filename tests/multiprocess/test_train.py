@@ -211,7 +211,7 @@ def test_bad_input_that_one_process_finds_is_not_restarted(run, tmp_path):
         "    from jaxche.replicas._replica import PaceError, Replica\n"
         "    exit_at_once = worker.exit_at_once\n"
         "    def late(code): time.sleep(3); exit_at_once(code)\n"
-        "    def refuse(self, local, batch): raise PaceError('the pace is too short')\n"
+        "    def refuse(self, *arguments): raise PaceError('the pace is too short')\n"
         "    worker.exit_at_once, Replica.warm_up = late, refuse\n"
     )
     done = run(tmp_path, "--task", "digits", "--pace", "none", "--max-restarts", "1", path=[tmp_path])
