@@ -79,8 +79,8 @@ class RankError(RuntimeError):
 class PeerLostError(RuntimeError):
     """A merge between processes failed, as it does when one of them dies.
 
-    The state from before the round is intact. In an elastic run ``Trainer.fit`` continues, and raises this only if the
-    remaining processes cannot train.
+    The state from before the round is intact, unless ``fit(donate=True)`` has taken it. In an elastic run
+    ``Trainer.fit`` continues, and raises this only if the remaining processes cannot train.
 
     Example:
       >>> try:

@@ -28,7 +28,7 @@ DIFFERS = (-1.0, -1.0)
 
 
 class MergeMismatchError(RuntimeError):
-    """The replicas decoded different parameters from the codes of one merge; the state before it is intact.
+    """The replicas decoded different parameters from the codes of one merge, which was not made.
 
     Example:
       >>> issubclass(MergeMismatchError, RuntimeError)
@@ -94,7 +94,6 @@ class Merge:
         )
         merged = {name: replica_mesh.shardings(name, trees[name]) for name in made}
         everywhere = NamedSharding(replica_mesh.mesh, P())
-
         jit = functools.partial(jax.jit, mapped, out_shardings=(merged, everywhere, everywhere))
         # The merged trees take the buffers of the carry. They cannot take those of gradient accumulators, which are
         # float32 also for parameters of lower precision: there they take those of the state, if it is not kept.
@@ -119,10 +118,11 @@ class Merge:
         if donates and self._takes_starts:
             free(starts, kept=[])  # those of accelerators that merge on the host
         if not report.agreed:
+            kept = "" if donates else ", and the state before it is intact. Continue from it, or from a checkpoint"
             raise MergeMismatchError(
                 "the replicas decoded different parameters from the codes of one merge: a message was damaged on its "
-                "way, or their machines compute differently. The round was not merged, and the state before it is "
-                "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
+                f"way, or their machines compute differently. The round was not merged{kept}; if it happens again, "
+                "write wire='float32'"
             )
         made = zip(starts, carries, self._parts(merged), strict=True)
         local_states = tuple(self._next(*one) for one in made)

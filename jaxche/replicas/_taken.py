@@ -45,7 +45,11 @@ def marked(tree: Any, small_bytes: int = SMALL_BYTES) -> Any:
 
     A comparison with it is one with the array, but for arrays with NaN or infinite numbers, which it leaves out.
     """
-    return jax.tree.map(lambda x: jnp.sum(x - x) if _is_large(x, small_bytes) and is_float(x) else x, tree)
+    return jax.tree.map(lambda x: _mark(x) if _is_large(x, small_bytes) else x, tree)
+
+
+def _mark(x: Any) -> Any:
+    return jnp.sum(x - x) if is_float(x) else jnp.zeros((), x.dtype)
 
 
 def revived(tree: Any) -> Any:

@@ -115,8 +115,8 @@ def fit(
       donate: take the arrays of ``state``, and in each round those of the state before it, as ``donate_argnums`` of
         ``jax.jit`` does: devices then hold the optimizer's state once, not three times. Do not use that state again,
         nor those that callbacks were given in earlier rounds. An error within a round leaves no state, so save
-        checkpoints. Ctrl-C interrupts after the round. In elastic runs and with ``overlap=`` rounds keep their state,
-        and only the given one is freed.
+        checkpoints. Ctrl-C interrupts after the round. Rounds keep their state, and only the given one is freed, in
+        elastic runs, with ``overlap=``, and with :class:`~jaxche.AdamScale` on several replicas.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state

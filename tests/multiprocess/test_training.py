@@ -109,7 +109,6 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(
         assert result["cut"] == (1 if what == "host" else sum(sizes[p] for p in mine))
         for found in result["donated"]:
             assert found["equal"]
-            assert found["equal"]
             assert found["taken"] == [False, True]
             kind = "OSError" if process == 1 else "RankError"
             for errors in found["errors"]:  # a replica of one process does not read all batches

@@ -49,9 +49,12 @@ def test_a_marked_tree_tells_that_numbers_did_not_stay_finite(name, bad):
     assert not bool(stayed_finite(marked(after), both))
 
 
-def test_whole_numbers_have_no_mark():
-    large = jnp.ones(LARGE, jnp.int32)
-    assert marked({"x": large})["x"].shape == LARGE
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_a_large_array_of_other_numbers_is_not_copied_as_its_mark(dtype):
+    large = {"x": jnp.ones((1, 1 << 17), dtype)}
+    known = jax.jit(marked)(large)
+    assert (known["x"].shape, known["x"].dtype) == ((), dtype)
+    assert bool(stayed_finite(known, large))
 
 
 def test_deleted_arrays_become_zeros_where_they_were(devices):
