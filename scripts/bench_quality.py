@@ -264,9 +264,13 @@ class Bench:
             steps = max(info.counts)
             fit = max(0, int(left_ms / max(info.wall_ms) * steps))
             counts = tuple(n and fit for n in info.counts)
-            return GivenRound(counts, shares=info.shares, joined=info.joined // steps * fit) if fit else None
+            return (
+                GivenRound(counts, shares=info.shares, joined=info.joined // steps * fit, sent_after=())
+                if fit
+                else None
+            )
         counts = tuple(min(n, max(0, int(left_ms / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
-        return GivenRound(counts) if sum(counts) else None
+        return GivenRound(counts, sent_after=()) if sum(counts) else None
 
     def _counts(self, progress: Progress, mark: float) -> Counts | None:
         if len(self.speeds) == 1:

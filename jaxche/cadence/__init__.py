@@ -23,7 +23,9 @@ from jaxche.cadence._round_plan import split_by_ratio as split_by_ratio
 from jaxche.cadence._row_shares import RowShares as RowShares
 from jaxche.cadence._shared_steps import shared_steps as shared_steps
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet
+from jaxche.cadence._tuner_progress import exposed_exchange_ms as exposed_exchange_ms
 from jaxche.cadence._tuner_progress import exposed_ms as exposed_ms
+from jaxche.cadence._tuner_progress import sent_after as sent_after
 from jaxche.cadence._wire_choice import AUTO_WIRES as AUTO_WIRES
 from jaxche.cadence._wire_choice import DEAR as DEAR
 from jaxche.cadence._wire_choice import WireChoice as WireChoice

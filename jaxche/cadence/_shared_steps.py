@@ -29,7 +29,7 @@ def best_shared_ms(cost: MergeCost, tau: float, replicas: float) -> float:
             length -= (2 * length**3 + ms * (length**2 - half**2)) / (6 * length**2 + 2 * ms * length or 1)
         return length
 
-    return cost.best_round_ms(best)
+    return cost.best_round_ms(best, half)
 
 
 def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int) -> float:

@@ -26,18 +26,20 @@ _SHORTEST, _LONGEST = 25.0, 2000.0
 _KEEP = 1.25
 # Most growth of a round in one report.
 _GROWTH = 8.0
+# The steps that hide an exchange take so much longer than it has taken.
+_SPARE = 1.25
 
 
 # The cost of a merge.
 
 
 class MergeCost(NamedTuple):
-    """What a merge of C ms costs, with overlap: max(0, C - f T) + E in a round of T ms.
+    """What a merge of C ms costs, with overlap: max(0, C - f T) + max(0, E - (1 - f) T) in a round of T ms.
 
     Attributes:
       ms: C, its duration.
       overlap: f, the part of a round that runs beside the merge of the round before it.
-      exchange_ms: E, the time at the end of a round in which replicas exchange their measurements; no steps run then.
+      exchange_ms: E, the time in which replicas exchange their measurements, beside the last steps of a round.
     """
 
     ms: float
@@ -53,21 +55,33 @@ class MergeCost(NamedTuple):
 
     def added_ms(self, round_ms: float) -> float:
         """The time that it adds to a round."""
-        return max(0.0, self.ms - self.overlap * round_ms) + self.exchange_ms
+        left_ms = (1 - self.overlap) * round_ms
+        return max(0.0, self.ms - self.overlap * round_ms) + max(0.0, self.exchange_ms - left_ms)
 
-    def added_to(self, wall_ms: Sequence[float], counts: Sequence[float]) -> float:
+    def added_to(self, wall_ms: Sequence[float], counts: Sequence[int]) -> float:
         """The time that it adds to a round of these steps, of which each replica takes ⌊f n⌋ beside it."""
-        return exposed_ms(wall_ms, counts, [int(self.overlap * n) for n in counts], self.ms) + self.exchange_ms
+        beside = [int(self.overlap * n) for n in counts]
+        added = exposed_ms(wall_ms, counts, beside, self.ms)
+        sent = sent_after(wall_ms, counts, beside, self.exchange_ms)
+        return added + exposed_exchange_ms(wall_ms, counts, sent, self.exchange_ms)
 
     def least_round_ms(self, target: float) -> float:
         """The shortest round to which it adds at most the part ``target``."""
-        return max((self.ms + self.exchange_ms) / (target + self.overlap), self.exchange_ms / target)
+        parts = (self.ms, self.overlap), (self.exchange_ms, 1 - self.overlap), (self.ms + self.exchange_ms, 1.0)
+        return max(ms / (target + beside) for ms, beside in parts)
 
-    def best_round_ms(self, best: Callable[[float], float]) -> float:
-        """The best length of a round, where ``best`` is the function of the cost of a merge that is not hidden."""
-        # Longer rounds than hide the merge are best only where the exchange alone asks for them.
-        hidden = max(self.ms / self.overlap, best(self.exchange_ms)) if self.overlap else math.inf
-        return min(best((self.ms + self.exchange_ms) / (1 - self.overlap)), hidden)
+    def best_round_ms(self, best: Callable[[float], float], most: float = math.inf) -> float:
+        """The best length of a round, where ``best`` is the function of the cost of a merge that is not hidden.
+
+        ``most`` is the best length if rounds of all lengths took equal time.
+        """
+        if not self.overlap:
+            return best(self.ms)
+        # While neither is hidden, longer rounds take no more time, and longer ones than hide both gain nothing.
+        merge, exchange = (self.ms, self.overlap), (self.exchange_ms, 1 - self.overlap)
+        (first, _), (last, part) = sorted([merge, exchange], key=lambda one: one[0] / one[1])
+        shortest = min(first / (1 - part), most)
+        return min(max(best(last / (1 - part)), shortest), last / part)
 
 
 def exposed_ms(wall_ms: Sequence[float], counts: Sequence[float], overlapped: Sequence[int], cost_ms: float) -> float:
@@ -78,6 +92,29 @@ def exposed_ms(wall_ms: Sequence[float], counts: Sequence[float], overlapped: Se
     parts = [k / max(n, 1) for k, n in zip(overlapped, counts, strict=True)]
     ends = [max(part * wall, cost_ms) + (1 - part) * wall for wall, part in zip(wall_ms, parts, strict=True)]
     return max(ends) - max(wall_ms)
+
+
+def exposed_exchange_ms(
+    wall_ms: Sequence[float], counts: Sequence[int], sent: Sequence[int], exchange_ms: float
+) -> float:
+    """The time that an exchange adds to a round in which each replica takes the steps after the ``sent`` beside it."""
+    begin = max(n and wall * k / n for wall, k, n in zip(wall_ms, sent, counts, strict=True))
+    return max(0.0, begin + exchange_ms - max(wall_ms))
+
+
+def sent_after(
+    wall_ms: Sequence[float], counts: Sequence[int], overlapped: Sequence[int], exchange_ms: float
+) -> tuple[int, ...]:
+    """The steps of each replica before it sends its measurements, so that the steps that are left hide an exchange.
+
+    At least one, and those that run beside the merge of the round before. ``wall_ms`` is the time of all ``counts``.
+    """
+
+    def one(wall: float, n: int, beside: int) -> int:
+        most = n - max(1, beside)
+        return n - max(0, min(math.ceil(_SPARE * exchange_ms * n / wall) if wall else 0, most))
+
+    return tuple(map(one, wall_ms, counts, overlapped))
 
 
 # Medians of the last reports.
@@ -175,9 +212,9 @@ def update(che: CadenceState, report: Report) -> dict[str, Any]:
 
 
 def best_round_ms(cost: MergeCost, tau: float) -> float:
-    """The round length T with the most progress, T / (T + max(0, C - f T) + E) / (1 + T / τ).
+    """The round length T with the most progress, T / (T + max(0, C - f T) + max(0, E - (1 - f) T)) / (1 + T / τ).
 
-    √((C + E) τ / (1 - f)), but no longer than the larger of C / f, which hides the merge, and √(E τ)
+    √(C τ / (1 - f)), but at least E / (1 - f) and at most C / f, which hide the exchange and the merge
     """
     return cost.best_round_ms(lambda ms: math.sqrt(ms * tau))
 
@@ -206,7 +243,7 @@ def progress_anchor(
         whole = ratio_counts(anchor, ratio, max_lead)[1]
         walls = whole * ms
         wall = float(walls.max())
-        added = cost.added_to(walls.tolist(), whole.tolist()) if cost.overlap else cost.ms
+        added = cost.added_to(walls.tolist(), list(map(int, whole))) if cost.overlap else cost.ms
         progress = float(whole.sum()) / (wall + added) / (1 + wall / tau)
         if progress > most:
             best, most = anchor, progress

@@ -312,9 +312,15 @@ class SequenceReader:
         return plan
 
     def begin(
-        self, plan: RoundPlan, state: Any, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
+        self,
+        plan: RoundPlan,
+        state: Any,
+        ranks: Sequence[int],
+        done: Sequence[int],
+        keeps: bool = False,
+        ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each of the local ranks."""
+        """Start to read a round: one feed for each of the local ranks, which read ``ahead`` before they take."""
         return self.start([plan.steps(rank)[: done[rank]] for rank in ranks])
 
     def share(self, plan: RoundPlan, state: Any, rank: int) -> tuple[Key, ...]:
@@ -420,6 +426,7 @@ class Feed:
       divides: whether a step on pieces of unlike shapes yields a batch for each shape, and is not refused.
       ends_step: whether the batch that was last taken is the last of its step.
       divided: steps so far that were on pieces of unlike shapes.
+      position: the number of steps that were begun.
       later: the next batches of the replica, in later rounds.
     """
 
@@ -428,7 +435,7 @@ class Feed:
         self.steps = list(steps)
         self._is_stopped = False
         self.taken: Sequence[tuple[Key, slice]] = ()
-        self.divides, self.ends_step, self.divided = False, True, 0
+        self.divides, self.ends_step, self.divided, self.position = False, True, 0, 0
         self.later: Sequence[Key] = ()
 
     def request(self, position: int) -> None:
@@ -452,7 +459,7 @@ class Feed:
             if self._is_stopped:
                 return
             joined = join_pieces(step, self._reader.take, self.divides)
-            self.divided += len(joined) > 1
+            self.divided, self.position = self.divided + (len(joined) > 1), position + 1
             # Half of them at once: to wake a thread up takes as long as to read a small batch.
             half = self._reader.depth // 2
             if half and position % half == 0:

@@ -69,9 +69,15 @@ class Reader(Protocol):
         ...
 
     def begin(
-        self, plan: RoundPlan, state: DataState, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
+        self,
+        plan: RoundPlan,
+        state: DataState,
+        ranks: Sequence[int],
+        done: Sequence[int],
+        keeps: bool = False,
+        ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each of the local ranks."""
+        """Start to read a round: one feed for each of the local ranks, which read ``ahead`` before they take."""
         ...
 
     def share(self, plan: RoundPlan, state: DataState, rank: int) -> tuple[Key, ...]:

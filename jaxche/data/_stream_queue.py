@@ -81,14 +81,18 @@ class StreamQueue:
             self._round_end, self._place = place.taken, here
             self._read_on()
 
-    def start(self, steps: Sequence[Sequence[Step]], end: int, joined: int = 0, keeps: bool = False) -> list[Feed]:
+    def start(
+        self, steps: Sequence[Sequence[Step]], end: int, joined: int = 0, keeps: bool = False, ahead: int = 0
+    ) -> list[Feed]:
         """Start a round up to batch ``end``: one feed per local replica.
 
-        Batches that no local replica takes are dropped. With ``keeps`` all of the round stay ready.
+        Batches that no local replica takes are dropped. With ``keeps`` all of the round stay ready, and ``ahead`` more
+        batches are ready, because replicas read their last ones before they take them.
         """
         feeds: list[Feed] = [Feed(self, own) for own in steps]
         with self._changed:
-            self._limit = max(self.stream.prefetch * len(feeds), joined) + (end - self._round_end if keeps else 0)
+            self._limit = max(self.stream.prefetch * len(feeds), joined) + ahead
+            self._limit += end - self._round_end if keeps else 0
             self._uses = collections.Counter(piece.key[1] for feed in feeds for step in feed.steps for piece in step)
             self._round_end, self._keeps = end, keeps
             for index in [i for i in self._batches if i < end]:

@@ -85,14 +85,20 @@ class StreamReader:
         return steps
 
     def begin(
-        self, plan: RoundPlan, state: DataState, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
+        self,
+        plan: RoundPlan,
+        state: DataState,
+        ranks: Sequence[int],
+        done: Sequence[int],
+        keeps: bool = False,
+        ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each of the local ranks."""
+        """Start to read a round: one feed for each of the local ranks, which read ``ahead`` before they take."""
         steps = self.steps(plan, state)
         streams = self._streams(plan)
         total = plan.joined or sum(n for n, stream in zip(done, streams, strict=True) if stream == self._own)
         end = self._position(state).taken[self._own] + total
-        return self._queue.start([steps[rank][: done[rank]] for rank in ranks], end, plan.joined, keeps)
+        return self._queue.start([steps[rank][: done[rank]] for rank in ranks], end, plan.joined, keeps, ahead)
 
     def share(self, plan: RoundPlan, state: DataState, rank: int) -> tuple[Key, ...]:
         """The (epoch, index in its stream) of each batch of a rank."""

@@ -43,13 +43,17 @@ from jaxche.replicas._programs import Programs as Programs
 from jaxche.replicas._programs import Steps as Steps
 from jaxche.replicas._programs import free as free
 from jaxche.replicas._programs import stayed_finite as stayed_finite
-from jaxche.replicas._replica import LocalResult as LocalResult
 from jaxche.replicas._replica import PaceError
 from jaxche.replicas._replica import Replica as Replica
 from jaxche.replicas._replica import free_rates as free_rates
 from jaxche.replicas._replica import numeric_settings as numeric_settings
-from jaxche.replicas._replica import row_limit as row_limit
 from jaxche.replicas._replica_mesh import ReplicaMesh as ReplicaMesh
+from jaxche.replicas._results import EarlyResult as EarlyResult
+from jaxche.replicas._results import LocalResult as LocalResult
+from jaxche.replicas._results import Unsent as Unsent
+from jaxche.replicas._results import exchange_early as exchange_early
+from jaxche.replicas._results import unsent_of as unsent_of
+from jaxche.replicas._round_memory import row_limit as row_limit
 from jaxche.replicas._scaling import MergeScale as MergeScale
 from jaxche.replicas._scaling import Scaling as Scaling
 from jaxche.replicas._scaling import with_previous_gradient as with_previous_gradient
@@ -60,6 +64,8 @@ from jaxche.replicas._schedule_counts import counts_of as counts_of
 from jaxche.replicas._schedule_counts import is_random_key as is_random_key
 from jaxche.replicas._schedule_counts import update_in_round as update_in_round
 from jaxche.replicas._state_params import stepped_params as stepped_params
+from jaxche.replicas._table import BROKEN as BROKEN
+from jaxche.replicas._table import FAILED as FAILED
 from jaxche.replicas._table import HOST_COLUMNS as HOST_COLUMNS
 from jaxche.replicas._table import NOT_FINITE as NOT_FINITE
 from jaxche.replicas._table import ROW_MODULUS as ROW_MODULUS

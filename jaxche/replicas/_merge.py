@@ -45,6 +45,7 @@ class Merged(NamedTuple):
     scaled: Scaled = Scaled()
     nbytes: int = 0  # that each replica sends
     wall_ms: float | None = None  # duration of the merged steps, if they are of an earlier round
+    exchange_ms: float = 0.0  # duration of the exchange of the table in this process, if it came before the merge
 
 
 class Merge:

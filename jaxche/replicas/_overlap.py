@@ -7,8 +7,8 @@ changes of all replicas. After a number of steps that is fixed before the round 
 .. math:: x_i \\leftarrow x_i + (x' - y_i)
 
 So no local step is lost, and the changes of a round are those since the last :math:`x'`, which all replicas have: the
-merge itself is the ordinary one. Only the table of the round is exchanged before the next round begins, because the
-next plan follows from it.
+merge itself is the ordinary one. The table of the round is exchanged before the next round begins, because the next
+plan follows from it: beside the last steps, from results that are sent before them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
-from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
+from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +100,14 @@ def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_s
     return jax.tree.map(one, params, snapshot, mean), newest
 
 
+class Exchanged(NamedTuple):
+    """The exchange of a table: the table, the counts of each replica of this process, and how long it took."""
+
+    table: np.ndarray
+    counts: tuple[dict[str, Any], ...]
+    took_ms: float
+
+
 class OverlappedMerge:
     """Exchanges the table of a round, and merges its trees on a thread.
 
@@ -112,7 +120,10 @@ class OverlappedMerge:
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState, in_background: bool):
         self._replica_mesh, self._compiled = replica_mesh, False
         self._merge = Merge(replica_mesh, rules, local)
-        self._has_schedules = any(are_schedules(local.opt_state))
+        self._schedules = are_schedules(local.opt_state)
+        self._has_schedules = any(self._schedules)
+        # The counts after the last steps are known before them, unless an update is made of several.
+        self.can_exchange_early = not (self._has_schedules and any(are_accumulators(local.opt_state)))
         mapped = jax.shard_map(
             MergeProgram(replica_mesh, rules, local, {}).numbers,
             mesh=replica_mesh.mesh,
@@ -125,6 +136,7 @@ class OverlappedMerge:
         self._numbers = jax.jit(mapped, out_shardings=(counts, NamedSharding(replica_mesh.mesh, P())))
         self._pool = Threads(1, thread_name_prefix="jaxche-merge") if in_background else None
         self._last: Future[Any] | None = None
+        self._early: Callable[[], Exchanged] | None = None
 
     @property
     def nbytes(self) -> int | None:
@@ -153,9 +165,29 @@ class OverlappedMerge:
         if self._last is not None:
             wait([self._last])
 
-    def exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
-        """The table of the round, and the replicas as they are; ``starts`` are those of the last merge."""
+    def exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Exchanged:
+        """Exchange the table of the round; ``starts`` are the local states after the last merge."""
         self.wait()
+        return self._exchange(starts, carries, rows)
+
+    def exchange_early(self, measured: Callable[[], tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]]) -> None:
+        """Begin to exchange the table: on the thread, once it has the arguments of :meth:`exchange`.
+
+        Without a thread :meth:`exchanged_early` does.
+        """
+        if self._pool is None:
+            self._early = lambda: self._exchange(*measured())
+        else:
+            self._last = early = self._pool.submit(lambda: self._exchange(*measured()))
+            self._early = early.result
+
+    def exchanged_early(self) -> Exchanged:
+        """Wait for the exchange that :meth:`exchange_early` began."""
+        early, self._early = self._early, None
+        assert early is not None
+        return early()
+
+    def _exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Exchanged:
         stack = self._replica_mesh.stack
         measured = [carry.measured for carry in carries]
         before: list[dict[str, Any]] = [{} for _ in starts]
@@ -167,12 +199,26 @@ class OverlappedMerge:
         if not self._compiled:
             self._replica_mesh.compile_everywhere(self._numbers, arguments)
             self._compiled = True
+        clock = time.perf_counter()
         with self._replica_mesh.collective():
             counts, table = self._numbers(*arguments)
             table = reduce_rows(np.asarray(table))
-        parts = self._replica_mesh.unstack(counts)
+        took_ms = 1e3 * (time.perf_counter() - clock)
+        return Exchanged(table, tuple(self._replica_mesh.unstack(counts)), took_ms)
+
+    def ended(self, starts: Sequence[LocalState], carries: Sequence[Carry], exchanged: Exchanged) -> Merged:
+        """The replicas as they are at the end of a round, which are not merged yet, with its table."""
         unknown = Report(drift=math.nan, drift_direction=math.nan)
-        return Merged(tuple(map(_snapshot, starts, carries, parts)), table, unknown)
+        states = map(self._snapshot, starts, carries, exchanged.counts)
+        return Merged(tuple(states), exchanged.table, unknown, exchange_ms=exchanged.took_ms)
+
+    def _snapshot(self, start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
+        """A replica at the end of a round, whose schedules have the steps of all replicas."""
+        opt_state = carry.opt_state
+        if "counts" in merged:
+            pairs = zip(self._schedules, merged["counts"], counts_of(opt_state), strict=True)
+            opt_state = with_counts(opt_state, [new if scheduled else own for scheduled, new, own in pairs])
+        return start._replace(params=carry.params, model_state=carry.model_state, opt_state=opt_state)
 
     def start(
         self,
@@ -197,9 +243,3 @@ class OverlappedMerge:
         """Copies of carries for a merge, which takes their buffers: the replicas continue with the carries."""
         sent = [{name: getattr(carry, name) for name in self._merge.sent} for carry in carries]
         return [carry._replace(**jax.tree.map(jnp.copy, own)) for carry, own in zip(carries, sent, strict=True)]
-
-
-def _snapshot(start: LocalState, carry: Carry, part: dict[str, Any]) -> LocalState:
-    """A replica at the end of a round that is not merged yet."""
-    opt_state = with_counts(carry.opt_state, part["counts"]) if "counts" in part else carry.opt_state
-    return start._replace(params=carry.params, model_state=carry.model_state, opt_state=opt_state)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,10 +18,12 @@ from jaxche.distributed import Group
 from jaxche.replicas._outputs import BatchOutputs, of_step
 from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
+from jaxche.replicas._results import EarlyResult, LocalResult, with_sums
+from jaxche.replicas._round_memory import RoundMemory, round_memory
 from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._table import MetricsError
 from jaxche.replicas._taken import revived
-from jaxche.sharding import batch_size, nbytes_per_device
+from jaxche.sharding import batch_size
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
 # hundreds of batches. With a time limit at most an eighth of the round, because steps in flight cannot be cancelled.
@@ -29,27 +31,6 @@ _IN_FLIGHT = 8
 
 _NO_SCALE = MergeScale()
 _NO_BATCH = object()
-# The share of a device's memory that larger steps may fill: the merge needs some, and memory breaks into pieces.
-_MEMORY_SHARE = 0.8
-
-
-class LocalResult(NamedTuple):
-    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
-
-    ``rows`` are those of all its steps, and ``divided`` is the number of steps on rows of several shapes. With outputs,
-    those of each batch. ``group_ms`` is the time of merges with its group, waits included, and ``compile_ms`` that of
-    compilations; they are not in ``wall_ms``.
-    """
-
-    carry: Carry
-    steps: int
-    wall_ms: float
-    error: Exception | None = None
-    outputs: Sequence[BatchOutputs] = ()
-    group_ms: float = 0.0
-    compile_ms: float = 0.0
-    divided: int = 0
-    rows: int = 0
 
 
 class Pause(Protocol):
@@ -273,6 +254,8 @@ class Replica:
         measured: int = 0,
         pauses: Sequence[Pause] = (),
         takes: Sequence[str] = (),
+        early: EarlyResult | None = None,
+        unsent: Any = None,
     ) -> LocalResult:
         """Take one step on each batch of ``feed``, or as many as start within ``time_limit_ms``, but at least one.
 
@@ -280,7 +263,8 @@ class Replica:
         after its steps, or after the last one; the waits in them are not timed. If several processes drive the
         replica, the first of them checks the time limit, and all take the same steps. A failed replica still takes part
         in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
-        that the merge needs. ``takes`` are the trees of which the steps delete the large arrays.
+        that the merge needs. ``takes`` are the trees of which the steps delete the large arrays. An ``early`` result is
+        sent before the last steps, and no time limit ends the round then; ``unsent`` are sums of the round before.
         """
         self._read_error, limit = None, _IN_FLIGHT
         if time_limit_ms is not None and isinstance(feed, Feed):
@@ -289,12 +273,23 @@ class Replica:
         steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
         try:
             constants, carry = self.begin(local, index, merge_scale, takes)
+            if unsent is not None:
+                carry = with_sums(carry, unsent)
             known = self._programs.marked(local, takes) if takes else local
             clock = _Clock()
             batches = iter(self._padded(feed))
+
+            def so_far(carry: Carry) -> LocalResult:
+                divided = feed.divided if isinstance(feed, Feed) else 0
+                return LocalResult(carry, steps, 0.0, compile_ms=1e3 * clock.compiled_s, divided=divided, rows=rows)
+
             while True:
+                if early is not None and steps == early.after and not early.is_sent and isinstance(feed, Feed):
+                    carry = early.send(carry, feed, so_far(carry), lambda: 1e3 * clock.seconds)
+                is_sent = early is not None and early.is_sent
                 # A late replica leaves the next batch to later rounds, so it does not take it.
-                batch = _NO_BATCH if steps and is_late(clock, steps) else next(batches, _NO_BATCH)
+                is_over = steps and not is_sent and is_late(clock, steps)
+                batch = _NO_BATCH if is_over else next(batches, _NO_BATCH)
                 while pauses and (batch is _NO_BATCH or steps >= pauses[0].after):
                     carry, waited_s = pauses.pop(0).apply(local, carry, steps)
                     clock.skip(waited_s)
@@ -322,10 +317,7 @@ class Replica:
             carry = self._programs.finish(known, carry)
             if self._read_error is not None:
                 raise self._read_error
-            divided, compile_ms = feed.divided if isinstance(feed, Feed) else 0, 1e3 * clock.compiled_s
-            return LocalResult(
-                carry, steps, wall_ms, outputs=outputs, compile_ms=compile_ms, divided=divided, rows=rows
-            )
+            return so_far(carry)._replace(wall_ms=wall_ms, outputs=outputs)
         except Exception as error:
             carry = None  # frees what the steps have left
             alive = local._replace(params=revived(local.params), opt_state=revived(local.opt_state)) if takes else local
@@ -355,10 +347,15 @@ class Replica:
         found = ((round_memory(local, steps.measuring, _IN_FLIGHT, takes), rows) for steps, rows in compiled)
         return max(found, key=lambda one: one[0].fixed + one[0].of_rows)
 
-    def idle(self, local: LocalState, takes: Sequence[str] = ()) -> LocalResult:
-        """The result of a round without steps."""
+    def idle(
+        self, local: LocalState, takes: Sequence[str] = (), pauses: Sequence[Pause] = (), unsent: Any = None
+    ) -> LocalResult:
+        """The result of a round without steps; the arguments are those of :meth:`run`."""
         _, carry = self.begin(local, 0, takes=takes)
-        return LocalResult(self._programs.idle(local, carry), 0, 0.0)
+        carry = self._programs.idle(local, carry)
+        for pause in pauses:
+            carry, _ = pause.apply(local, carry, 0)
+        return LocalResult(carry if unsent is None else with_sums(carry, unsent), 0, 0.0)
 
     def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.
@@ -397,55 +394,6 @@ def numeric_settings() -> tuple[Any, ...]:
     """The settings of JAX in this thread for which ``jit`` compiles again, as far as they change numbers."""
     config: Any = jax.config
     return config.jax_enable_x64, config.jax_default_matmul_precision
-
-
-class RoundMemory(NamedTuple):
-    """Peak bytes on a device in the local steps of a round, without the merge."""
-
-    fixed: int
-    of_rows: int  # in proportion to the rows of a step
-    by_purpose: dict[str, int]  # all of them, and "in all"
-
-
-def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequence[str] = ()) -> RoundMemory:
-    """The memory of a round with these compiled steps.
-
-    A round keeps the given state and works on a copy, but for the trees that it takes, with ``in_flight`` batches
-    dispatched ahead.
-    """
-    # The other constants are arrays of the local state; only the carry adds to them.
-    (start, carry, batch), (_, carry_shardings, batch_shardings) = (
-        executable.args_info[0],
-        executable.input_shardings[0],
-    )
-    carry, carry_shardings = (one._replace(**dict.fromkeys(takes)) for one in (carry, carry_shardings))
-    # Whole on each device.
-    frozen = sum(math.prod(x.shape) * x.dtype.itemsize for x in start.frozen)
-    fixed = {
-        "parameters": nbytes_per_device(local.params),
-        "optimizer state": nbytes_per_device(local.opt_state),
-        "model state": nbytes_per_device(local._replace(params=None, opt_state=None, residual=None)),
-        **({"unsent changes": nbytes_per_device(local.residual)} if local.residual is not None else {}),
-        **({"frozen arrays": frozen} if frozen else {}),
-        "working copy": nbytes_per_device(carry, carry_shardings),
-    }
-    of_rows = {
-        # In a tuple: for a batch of one array that the loss does not read, the sharding is None.
-        f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (batch_shardings,)),
-        "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
-    }
-    sizes = sum(fixed.values()), sum(of_rows.values())
-    return RoundMemory(*sizes, fixed | of_rows | {"in all": sum(sizes)})
-
-
-def row_limit(rows: int, memory: RoundMemory, placement: BatchPlacement) -> float:
-    """The largest number of rows for which a device has memory, from that of steps of ``rows``.
-
-    Infinite if the devices do not say how much memory they have.
-    """
-    here = [device for device in placement.devices.flat if device.process_index == jax.process_index()]
-    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in here]
-    return max(float(rows), rows * (_MEMORY_SHARE * min(limits) - memory.fixed) / max(memory.of_rows, 1))
 
 
 def free_rates(

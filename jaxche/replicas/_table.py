@@ -16,6 +16,8 @@ from jaxche.averaging import Weighted
 # Exact in float32, and far larger than the error of a sum of examples.
 ROW_MODULUS = 2**23
 
+FAILED, BROKEN = 1, 2
+
 
 class HostColumns(NamedTuple):
     """The numbers that the host of a replica adds to its row.
@@ -32,9 +34,9 @@ class HostColumns(NamedTuple):
     compile_ms: float  # time in which it compiled for batches of other shapes, in neither of these
     prepare_ms: float  # the longest time in which its process has compiled before a round
     last_sync_ms: float  # cost of the merge before this one
-    last_hidden_ms: float  # the part of it that ran beside steps
-    last_exchange_ms: float  # the part of it in which measurements were exchanged
-    failed: float  # whether a step raised an error
+    last_merge_ms: float  # its duration, also of what ran beside steps
+    last_exchange_ms: float  # the duration of the last exchange of a table that came before a merge
+    failed: float  # FAILED if a step raised an error, BROKEN if what was unsent had a number that is not finite
     stop: float  # the most urgent request to stop
     accumulated: float  # batches accumulated by MultiSteps and not applied
     rows: float  # of its batches, modulo ROW_MODULUS: the sum of examples on devices is rounded from 2**24 on

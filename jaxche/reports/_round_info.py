@@ -63,6 +63,9 @@ class RoundInfo:
       overlapped: with ``overlap=``, the steps that each replica took while the merge of the round before was in flight;
         empty if no merge was. Drift is then of that merge, and ``sync_ms`` the part of it that was not hidden.
       hidden_ms: with ``overlap=``, the time of that merge that ran beside steps.
+      sent_after: with ``overlap=``, the steps of each replica before it sent what it had measured, so that it was
+        exchanged beside the others; empty if it was sent after all steps. Loss and metrics are then of the steps until
+        then, and of those of the round before that had not been sent.
       wire: the wire of the merge.
       overlap: the argument of the trainer, 0 where it waits for each merge.
       group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
@@ -116,6 +119,7 @@ class RoundInfo:
     merge_bytes: int = 0
     overlapped: tuple[int, ...] = ()
     hidden_ms: float = 0.0
+    sent_after: tuple[int, ...] = ()
     wire: str = ""
     overlap: float = 0.0
     group_merges: int = 1

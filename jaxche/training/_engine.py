@@ -32,6 +32,7 @@ from jaxche.replicas import (
     Columns,
     Correction,
     DevicePlacement,
+    EarlyResult,
     GroupPause,
     LocalResult,
     LocalState,
@@ -41,15 +42,18 @@ from jaxche.replicas import (
     Placement,
     Replica,
     ReplicaMesh,
+    Unsent,
     are_accumulators,
     are_coded,
     drop_replica_axis,
+    exchange_early,
     fitted,
     free_rates,
     group_pauses,
     is_local,
     is_random_key,
     spans_processes,
+    unsent_of,
     with_previous_gradient,
     without_replica_axis,
 )
@@ -189,6 +193,11 @@ class Engine:
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
     @property
+    def can_exchange_early(self) -> bool:
+        """Whether the table of a round may be exchanged beside its last steps."""
+        return self.overlaps and not self._group.elastic and self._merge.can_exchange_early
+
+    @property
     def sent_bytes(self) -> int:
         """The bytes that each replica sends in a merge, once it is compiled."""
         return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
@@ -315,7 +324,8 @@ class Engine:
         plan, given = planned.plan, planned.given
         # A step on a part of a batch may have no rows, and any step may be such a one: a replay runs all planned steps.
         counts = plan.counts if plan.shares else given.done or plan.counts
-        feeds = planned.reader.begin(plan, planned.state, self.ranks, counts, given.keeps)
+        ahead = sum(n - sent for n, sent in zip(plan.counts, planned.sent_after, strict=False))
+        feeds = planned.reader.begin(plan, planned.state, self.ranks, counts, given.keeps, ahead)
         for replica, feed in zip(self._replicas, feeds, strict=True):
             # On one device a step whose pieces have unlike shapes runs them one after the other: their gradients add up
             # to that of the joined batch, and a local step makes an update for each shape.
@@ -379,27 +389,38 @@ class Engine:
         list(self._pool.map(lambda found: found[1](), lowered))
         return [one for one, _ in lowered]
 
-    def run(self, planned: PlannedRound, feeds: Sequence[Feed], meanwhile: Callable[[], None]) -> list[LocalResult]:
+    def run(
+        self,
+        planned: PlannedRound,
+        feeds: Sequence[Feed],
+        rows: Callable[[Sequence[LocalResult]], np.ndarray],
+        meanwhile: Callable[[], None],
+    ) -> tuple[list[LocalResult], Unsent | None]:
         """Run the local steps of a round on all local replicas at once; results hold the errors of failed replicas.
 
-        ``meanwhile`` is called while they run. The error of a merge in flight is raised: it ends the round.
+        ``meanwhile`` is called while they run. If results are sent before the last steps, the table is exchanged beside
+        them, with the ``rows`` of these results, and what it lacks is returned too. The error of a merge in flight is
+        raised: it ends the round.
         """
         plan, limit_ms, takes = planned.plan, planned.time_limit_ms, self._takes(planned.given.donates)
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
+        every_pauses, unsent = self._pauses(planned), planned.state.unsent
+        early = [EarlyResult(planned.sent_after[rank]) for rank in self.ranks if planned.sent_after]
 
-        def run_one(
-            replica: Replica, local: LocalState, feed: Feed, pauses: Sequence[Correction | GroupPause]
-        ) -> LocalResult:
+        def without_steps(index: int) -> LocalResult:
+            local, own = planned.state.local_states[index], unsent and unsent.sums[index]
+            return self._replicas[index].idle(local, takes, every_pauses[index], own)
+
+        def run_one(index: int, feed: Feed) -> LocalResult:
+            replica, local, pauses = self._replicas[index], planned.state.local_states[index], every_pauses[index]
             groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
             if not (feed.steps or groups):
-                result = replica.idle(local, takes)
-                for pause in pauses:
-                    result = result._replace(carry=pause.apply(local, result.carry, 0)[0])
-                return result
+                return without_steps(index)
             scale = planned.scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
+            more = early[index] if early else None, unsent and unsent.sums[index]
             try:
-                result = replica.run(local, feed, number, scale, limit_ms, measured[replica.rank], pauses, takes)
+                result = replica.run(local, feed, number, scale, limit_ms, measured[replica.rank], pauses, takes, *more)
                 is_done = result.error is None
             finally:
                 if groups and not is_done:
@@ -412,8 +433,10 @@ class Engine:
 
         running: list[Future[LocalResult]] = []
         try:
-            for one in zip(self._replicas, planned.state.local_states, feeds, self._pauses(planned), strict=True):
-                running.append(self._pool.submit(run_one, *one))
+            for index, feed in enumerate(feeds):
+                running.append(self._pool.submit(run_one, index, feed))
+            if early:
+                exchange_early(self._merge, lambda: planned.starts, early, running, rows)
             meanwhile()
             results = [one.result() for one in running]
         except BaseException:
@@ -425,7 +448,10 @@ class Engine:
             raise
         if planned.state.in_flight is not None:
             planned.state.in_flight.result()
-        return results
+        if not early:
+            return results, None
+        last = tuple(planned.batches(rank)[n:] for rank, n in enumerate(planned.sent_after))
+        return unsent_of(early, results, last, without_steps)
 
     def _pauses(self, planned: PlannedRound) -> list[list[Correction | GroupPause]]:
         """Where each local replica pauses in a round: for the merge in flight, and to merge with its group."""
@@ -440,17 +466,26 @@ class Engine:
         averages = self._settings.opt_state == "average"
         return group_pauses(self._local_groups, counts, planned.group_merges, averages, corrections)
 
-    def merge(self, planned: PlannedRound, results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
-        """Merge the local replicas with those of all processes.
+    def merge(
+        self,
+        planned: PlannedRound,
+        results: Sequence[LocalResult],
+        rows: Callable[[Sequence[LocalResult]], np.ndarray],
+    ) -> Merged:
+        """Merge the local replicas with those of all processes; ``rows`` makes the rows of the table.
 
         With ``overlap=`` only their table is exchanged, with the numbers of the merge that was in flight;
         :meth:`start_merge` begins the merge itself.
         """
         carries, in_flight = [result.carry for result in results], planned.state.in_flight
         if not self.overlaps:
-            return self._merge(self._fitted(planned.starts), carries, rows, planned.given.donates)
-        exchanged = self._merge.exchange(planned.starts, carries, rows)
-        return exchanged if in_flight is None else in_flight.seen_by(exchanged)
+            return self._merge(self._fitted(planned.starts), carries, rows(results), planned.given.donates)
+        if planned.sent_after:
+            exchanged = self._merge.exchanged_early()
+        else:
+            exchanged = self._merge.exchange(planned.starts, carries, rows(results))
+        ended = self._merge.ended(planned.starts, carries, exchanged)
+        return ended if in_flight is None else in_flight.seen_by(ended)
 
     def start_merge(
         self,
@@ -462,6 +497,9 @@ class Engine:
     ) -> MergeInFlight:
         """Begin to merge the local replicas with those of all processes; see :class:`MergeInFlight` for the times."""
         carries = [result.carry for result in results]
+        if planned.state.unsent is not None:  # sums of the round before, which are no weights of this one
+            sums = zip(carries, planned.state.unsent.sums, strict=True)
+            carries = [carry._replace(sums=carry.sums - before) for carry, before in sums]
         return self._merge.start(self._fitted(planned.starts), carries, rows, wall_ms, cost_ms)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:

@@ -209,6 +209,8 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
                     state = membership.after_round(state)
                 if info.stop or run.end.is_reached(state):
                     state = state.merged()
+                    if state.unsent is not None:
+                        raise state.unsent.error
             except PeerLostError as error:
                 if membership is None:
                     raise

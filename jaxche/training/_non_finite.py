@@ -61,6 +61,8 @@ def non_finite_error(
         what += f", or that of another replica of its group {tuple(suspects)} did before they merged,"
     ends = [None if plan.shares else counts[r] for r in suspects]
     taken = [planned.batches(r)[:end] for r, end in zip(suspects, ends, strict=True)]
+    if (unsent := planned.state.unsent) is not None:
+        taken = [*(unsent.batches[r] for r in suspects), *taken]
     batches = tuple(dict.fromkeys(itertools.chain(*taken)))
     state, kept = planned.state, "; this error's .state is the one before it"
     if state.is_deleted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jaxche.cadence import (
     choose,
     clamp_counts,
     limit_lead,
+    sent_after,
     shared_steps,
     split_by_ratio,
 )
@@ -104,6 +106,7 @@ class GivenRound(NamedTuple):
       done: steps that each takes of these, because it was out of time when the round was recorded.
       shares: rows of each replica, if batches are split, and ``joined``, the number of batches that are.
       overlapped: steps of each before it takes in the merge in flight.
+      sent_after: steps of each before it sends its row of the table, none if all do at the end; None for those planned.
       group_merges: the merges of the round, those within groups included; None for those that the state plans.
       keeps: whether its batches stay ready, for another round on them.
       donates: whether it takes the arrays of the state before it, which is not kept then.
@@ -114,6 +117,7 @@ class GivenRound(NamedTuple):
     shares: tuple[int, ...] = ()
     joined: int = 0
     overlapped: Sequence[int] = ()
+    sent_after: tuple[int, ...] | None = None
     group_merges: int | None = None
     keeps: bool = False
     donates: bool = False
@@ -121,7 +125,8 @@ class GivenRound(NamedTuple):
     @classmethod
     def of(cls, info: RoundInfo) -> GivenRound:
         """A recorded round."""
-        return cls(info.planned, info.counts, info.shares, info.joined, info.overlapped, info.group_merges)
+        beside = info.overlapped, info.sent_after
+        return cls(info.planned, info.counts, info.shares, info.joined, *beside, info.group_merges)
 
 
 class PlanRules(NamedTuple):
@@ -163,6 +168,7 @@ class PlannedRound(NamedTuple):
       time_limit_ms: after it a replica begins no further step; None for no limit.
       overlap: the part of the next round that runs beside its merge.
       overlapped: with a merge in flight, the steps of each replica before it takes in the result.
+      sent_after: the steps of each replica before it sends its row of the table; none if all do at the end.
       groups: the replicas that merge among themselves within it.
       group_merges: its merges, the last one of all replicas included.
       opt_states_differ: whether its merge leaves each replica an optimizer state of its own.
@@ -179,6 +185,7 @@ class PlannedRound(NamedTuple):
     time_limit_ms: float | None = None
     overlap: float = 0.0
     overlapped: tuple[int, ...] = ()
+    sent_after: tuple[int, ...] = ()
     groups: Groups = Groups()
     group_merges: int = 1
     opt_states_differ: bool = False
@@ -341,6 +348,40 @@ def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
         return None
     expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
     return expected + max(expected, _MIN_EXTRA_MS)
+
+
+def overlapped_steps(state: TrainerState, plan: RoundPlan, given: GivenRound, overlap: float) -> tuple[int, ...]:
+    """With a merge in flight, the steps of each replica before it takes in the result."""
+    if state.in_flight is None:
+        return ()
+    return tuple(given.overlapped or (int(overlap * n) for n in plan.counts))
+
+
+def steps_sent(
+    state: TrainerState, plan: RoundPlan, given: GivenRound, end: End, overlapped: Sequence[int], batch_size: int
+) -> tuple[int, ...]:
+    """The steps of each replica before it sends its measurements, none if all do at the end of the round.
+
+    What the last steps measure is a part of the next table: so not in the last round, and not if a checkpoint follows
+    each round, which leaves no merge in flight.
+    """
+    if given.sent_after is not None:
+        return given.sent_after
+    che = state.che
+    if not overlapped or state.pending_batches or che is None or not che.exchange_samples:
+        return ()
+    if end.is_reached(expected(state, plan, batch_size)):
+        return ()
+    wall_ms = [n * ms for n, ms in zip(plan.batches, che.ms_per_batch, strict=True)]
+    sent = sent_after(wall_ms, plan.counts, overlapped, statistics.median_low(che.exchange_samples))
+    return () if sent == plan.counts else sent
+
+
+def expected(state: TrainerState, plan: RoundPlan, batch_size: int) -> TrainerState:
+    """The state with its place after a round of this plan, if it goes as planned."""
+    (epoch, cursor), steps = plan.end, state.steps + plan.total
+    examples = state.examples + plan.total * batch_size
+    return replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
 
 
 # The shares of rows are multiples of a batch divided by this.

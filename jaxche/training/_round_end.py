@@ -19,12 +19,15 @@ from jaxche.cadence import (
     RoundPlan,
     Verdict,
     VirtualFleet,
+    exposed_exchange_ms,
     exposed_ms,
     paused_ms,
 )
 from jaxche.distributed import Group
 from jaxche.replicas import (
+    BROKEN,
     DIFFERS,
+    FAILED,
     HOST_COLUMNS,
     NOT_FINITE,
     ROW_MODULUS,
@@ -35,6 +38,7 @@ from jaxche.replicas import (
     LocalResult,
     Merged,
     Report,
+    Unsent,
 )
 from jaxche.reports import RoundInfo
 from jaxche.training._non_finite import non_finite_error
@@ -56,11 +60,12 @@ def host_rows(
 ) -> np.ndarray:
     """The numbers that the hosts of these ranks add to the table, ``[ranks, HOST_COLUMNS]``."""
     state, plan = planned.state, planned.plan
+    late = [0] * len(ranks) if state.unsent is None else state.unsent.failures
     ended = planned.reader.ended(plan, state, sum(result.steps for result in results))
     high, low = plan.digest_halves()
 
-    def row(rank: int, result: LocalResult) -> HostColumns:
-        failed = result.error is not None
+    def row(rank: int, result: LocalResult, late: int) -> HostColumns:
+        failed = FAILED if result.error is not None else late
         # The count is a weight of the merge; after an error nothing is merged.
         steps = plan.counts[rank] if failed else result.steps
         return HostColumns(
@@ -71,7 +76,7 @@ def host_rows(
             compile_ms=result.compile_ms,
             prepare_ms=prepare_ms,
             last_sync_ms=state.sync_ms,
-            last_hidden_ms=state.hidden_ms,
+            last_merge_ms=state.merge_ms,
             last_exchange_ms=state.exchange_ms,
             failed=failed,
             stop=stop,
@@ -83,7 +88,7 @@ def host_rows(
             plan_low=low,
         )
 
-    return np.array([row(rank, result) for rank, result in zip(ranks, results, strict=True)])
+    return np.array([row(*one) for one in zip(ranks, results, late, strict=True)])
 
 
 class RoundStatistics:
@@ -98,8 +103,9 @@ class RoundStatistics:
       prepare_ms: the longest compilation before a round so far, of all processes.
       last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
         core; the mean would follow a replica that started late, e.g. after an evaluation.
-      last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
-      last_exchange_ms: the part of ``last_sync_ms`` in which measurements were exchanged, the median too.
+      last_merge_ms: the duration of the previous merge, also of what ran beside steps, the median too.
+      last_exchange_ms: the duration of the previous exchange before a merge, the least: the others waited for that
+        replica.
       stop: the most urgent request to stop.
       is_divided: whether a replica made a step on rows of several shapes.
       ended: for each rank 0, or a number of its stream, if that has no more batches in this epoch.
@@ -122,8 +128,8 @@ class RoundStatistics:
         self.compile_ms = tuple(host["compile_ms"].tolist())
         self.prepare_ms = float(host["prepare_ms"].max())
         self.last_sync_ms = statistics.median(host["last_sync_ms"].tolist())
-        self.last_hidden_ms = statistics.median(host["last_hidden_ms"].tolist())
-        self.last_exchange_ms = statistics.median(host["last_exchange_ms"].tolist())
+        self.last_merge_ms = statistics.median(host["last_merge_ms"].tolist())
+        self.last_exchange_ms = float(host["last_exchange_ms"].min())
         self.stop = int(host["stop"].max())
         self.is_divided = bool(host["divided"].any())
         self.ended = tuple(map(int, host["ended"]))
@@ -131,8 +137,11 @@ class RoundStatistics:
         self.examples = host["rows"] + ROW_MODULUS * np.round((sums[:, 0] - host["rows"]) / ROW_MODULUS)
         # Of the loss, and of each metric.
         weights = [sums[:, column] for column in columns.weights]
-        own = columns.weights[0] != 0
-        self.weights = np.where(self.examples, weights[0].clip(TINY_WEIGHT), 0) if own else weights[0]
+        self.weights = self.examples
+        if columns.weights[0] != 0:
+            # The sums are of other steps if they were sent before the last ones.
+            part = np.divide(self.examples, sums[:, 0], out=np.zeros_like(self.examples), where=sums[:, 0] > 0)
+            self.weights = np.where(self.examples, (part * weights[0]).clip(TINY_WEIGHT), 0)
         self.losses = tuple(_ratio(sums[:, 1], weights[0]).tolist())
         self.loss, *metrics = (float(_ratio(sums[:, 1 + i].sum(), one.sum())) for i, one in enumerate(weights))
         self.metrics = dict(zip(columns.metrics, metrics, strict=True))
@@ -148,7 +157,7 @@ class RoundStatistics:
     def check(self, planned: PlannedRound, group: Group, errors: Mapping[int, Exception], finite: bool) -> None:
         """Raise an error on all hosts if the round failed; ``errors`` are those of local replicas, by rank."""
         plan = planned.plan
-        if self._host["failed"].any():
+        if (self._host["failed"] == FAILED).any():
             rank, error = next(iter(errors.items()), (0, None))
             group.raise_everywhere(error, rank, f"round {plan.round}", is_kept=not planned.given.donates)
         self._check_plans(plan)
@@ -172,7 +181,7 @@ class RoundStatistics:
     def _check_finite(self, planned: PlannedRound, finite: bool) -> None:
         losses = self._sums[:, 1]
         bad = [rank for rank, n in enumerate(planned.plan.counts) if n and not np.isfinite(losses[rank])]
-        broken = np.flatnonzero(self._numbers[:, NOT_FINITE]).tolist()
+        broken = np.flatnonzero(self._numbers[:, NOT_FINITE] + (self._host["failed"] == BROKEN)).tolist()
         if bad:
             raise non_finite_error(planned, self.counts, f"the loss of rank {bad[0]} became {losses[bad[0]]}", bad[0])
         if broken:
@@ -181,6 +190,16 @@ class RoundStatistics:
         if not finite:
             what = "the merged parameters or optimizer state became NaN or infinite"
             raise non_finite_error(planned, self.counts, what)
+
+
+def with_errors(planned: PlannedRound, counts: Sequence[int], unsent: Unsent, ranks: Sequence[int]) -> Unsent:
+    """What is unsent, with the errors of the local replicas whose last steps made a number NaN or infinite."""
+    what = "the loss, a gradient, a parameter or a state of rank {} became NaN or infinite"
+    errors = [
+        non_finite_error(planned, counts, what.format(rank), rank) if broken else error
+        for rank, broken, error in zip(ranks, unsent.broken, unsent.errors, strict=True)
+    ]
+    return unsent._replace(errors=tuple(errors))
 
 
 def _ratio(sums: Any, weights: Any) -> np.ndarray:
@@ -194,7 +213,8 @@ class RoundTimes(NamedTuple):
     Attributes:
       sync_ms: the time that its merge added to it.
       hidden_ms: the time that the merge of the round before it took beside its steps.
-      exchange_ms: with overlap, the part of ``sync_ms`` in which measurements were exchanged.
+      exchange_ms: with overlap, the duration of the exchange of its measurements.
+      last_merge_ms: with overlap, the duration of the merge of the round before it, else that of its own; 0 if unknown.
       merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else None.
       group_ms: the time that the merges within groups added to it.
       clock_ms: the time of all rounds so far, equal in all processes.
@@ -204,6 +224,7 @@ class RoundTimes(NamedTuple):
     sync_ms: float
     hidden_ms: float = 0.0
     exchange_ms: float = 0.0
+    last_merge_ms: float = 0.0
     merge_ms: float | None = None
     group_ms: float = 0.0
     clock_ms: float = 0.0
@@ -227,6 +248,7 @@ def round_times(
     planned: PlannedRound,
     table: RoundStatistics,
     elapsed_ms: float,
+    exchange_ms: float,
     fleet: VirtualFleet | None,
     batch_size: int,
     sent_bytes: int,
@@ -234,7 +256,8 @@ def round_times(
 ) -> tuple[RoundStatistics, RoundTimes]:
     """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet.
 
-    ``batch_size`` is the number of examples in a whole batch, and ``sent_bytes`` what a replica sends in the merge.
+    ``exchange_ms`` is the measured duration of its exchange. ``batch_size`` is the number of examples in a whole batch,
+    and ``sent_bytes`` what a replica sends in the merge.
     """
     in_flight, merge_ms, waited_ms, hidden_ms = planned.state.in_flight, None, 0.0, 0.0
     if fleet is None:
@@ -248,11 +271,12 @@ def round_times(
         waited_ms = exposed_ms(table.busy_ms, table.counts, overlapped, in_flight.duration_ms)
         hidden_ms = max(0.0, in_flight.duration_ms - waited_ms)
     if fleet is not None and planned.overlap:
-        sync_ms = waited_ms + fleet.exchange_cost_ms
+        exchange_ms, sent = fleet.exchange_cost_ms, tuple(map(min, planned.sent_after or table.counts, table.counts))
+        sync_ms = waited_ms + exposed_exchange_ms(table.busy_ms, table.counts, sent, exchange_ms)
     sync_ms = max(0.0, sync_ms) if len(table.counts) > 1 else 0.0
-    exchange_ms = max(0.0, sync_ms - waited_ms) if planned.overlap else 0.0
+    last_merge_ms = sync_ms if not planned.overlap else in_flight.duration_ms if in_flight else 0.0
     group_ms = max(table.busy_ms) - max(table.wall_ms)
-    times = RoundTimes(sync_ms, hidden_ms, exchange_ms, merge_ms, group_ms)
+    times = RoundTimes(sync_ms, hidden_ms, exchange_ms, last_merge_ms, merge_ms, group_ms)
     return table, times.with_clock(planned.state, table, is_shared)
 
 
@@ -288,7 +312,7 @@ def advance(
         cursor=cursor,
         examples=info.examples_done,
         sync_ms=times.sync_ms,
-        hidden_ms=times.hidden_ms,
+        merge_ms=times.last_merge_ms,
         exchange_ms=times.exchange_ms,
         pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, table.counts),
         accumulated=int(merged.report.accumulated),
@@ -297,6 +321,7 @@ def advance(
         steps=info.steps_done,
         opt_states_differ=planned.opt_states_differ,
         in_flight=None,
+        unsent=None,
     )
     after = planned.reader.advance(state, after, plan, table.counts, table.ended)
     if planned.groups.ranks:
@@ -321,11 +346,10 @@ def _report(
         # A cadence counts whole batches: report the time that one would have taken.
         wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
         is_whole, reported = True, [min(n, 1) for n in counts]
-    exchange_ms = table.last_exchange_ms
-    last_merge_ms = max(0.0, table.last_sync_ms - exchange_ms) + table.last_hidden_ms if is_whole else 0.0
+    last_merge_ms = table.last_merge_ms if is_whole else 0.0
     moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
     moved_ms = travel_ms(moved_ms, merged.report)
-    che = before.report_timing(wall_ms, reported, last_merge_ms, moved_ms, exchange_ms)
+    che = before.report_timing(wall_ms, reported, last_merge_ms, moved_ms, table.last_exchange_ms)
     late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
     if any(late) and not plan.shares:
         # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
@@ -394,6 +418,7 @@ def _record(
         hidden_ms=times.hidden_ms,
         overlap=planned.overlap,
         overlapped=tuple(map(min, planned.overlapped, counts)),
+        sent_after=planned.sent_after,
         groups=planned.groups.numbers(len(counts)) if planned.groups.ranks else (),
         group_merges=planned.group_merges,
         group_ms=times.group_ms,

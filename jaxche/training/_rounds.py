@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jaxche.cadence import (
     DEAR,
@@ -29,7 +30,7 @@ from jaxche.cadence import (
 from jaxche.data import Feed, Key, Reader
 from jaxche.distributed import hang_timeout
 from jaxche.messages import brief, short_traceback
-from jaxche.replicas import MergeScale, in_order
+from jaxche.replicas import LocalResult, MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.sharding import check_params, check_update
@@ -53,13 +54,16 @@ from jaxche.training._plan import (
     GivenRound,
     PlannedRound,
     PlanRules,
+    expected,
     given_plan,
     next_plan,
     next_shares,
+    overlapped_steps,
+    steps_sent,
     time_limit_ms,
 )
 from jaxche.training._preparation import PreparedEngine
-from jaxche.training._round_end import RoundStatistics, advance, host_rows, planned_weights, round_times
+from jaxche.training._round_end import RoundStatistics, advance, host_rows, planned_weights, round_times, with_errors
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
@@ -307,10 +311,15 @@ class Rounds:
         engine, settings = self._engine, self._settings
         feeds = engine.start(planned)
         clock = time.perf_counter()
-        results = engine.run(planned, feeds, lambda: self._read_ahead(planned, end, feeds))
-        stop = self._stop
-        prepare_ms = max(engine.compile_ms for engine in self._engines)
-        rows = host_rows(planned, engine.ranks, results, stop, prepare_ms)
+        stop, sent = Stop.NO, np.empty(0)
+
+        def rows(results: Sequence[LocalResult]) -> np.ndarray:
+            nonlocal stop, sent
+            stop, prepare_ms = self._stop, max(engine.compile_ms for engine in self._engines)
+            sent = host_rows(planned, engine.ranks, results, stop, prepare_ms)
+            return sent
+
+        results, unsent = engine.run(planned, feeds, rows, lambda: self._read_ahead(planned, end, feeds))
         if self._membership:
             self._membership.poll()
         merged = engine.merge(planned, results, rows)
@@ -318,16 +327,23 @@ class Rounds:
         if self._rules.newcomers:  # the others may have waited for their state, which is no time of a merge
             elapsed_ms = 0.0
         table = RoundStatistics(merged.table, engine.columns)
-        errors = {rank: result.error for rank, result in zip(engine.ranks, results, strict=True) if result.error}
+        before = planned.state.unsent.failed if planned.state.unsent else [None] * len(results)
+        found = [result.error or late for result, late in zip(results, before, strict=True)]
+        errors = {rank: error for rank, error in zip(engine.ranks, found, strict=True) if error}
         table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         sizes = engine.batch_size, engine.sent_bytes
-        table, times = round_times(planned, table, elapsed_ms, settings.fleet, *sizes, self._has_peers)
+        measured_ms = elapsed_ms, merged.exchange_ms
+        table, times = round_times(planned, table, *measured_ms, settings.fleet, *sizes, self._has_peers)
         after, info = advance(planned, merged, table, times)
+        if unsent is not None and unsent.is_failed:
+            unsent = with_errors(planned, table.counts, unsent, engine.ranks)
+            if not self._has_peers:  # else the next round ends all processes
+                raise unsent.error
         if engine.overlaps:
-            in_flight = engine.start_merge(planned, results, rows, max(table.wall_ms), times.merge_ms)
-            after = replace(after, in_flight=in_flight)
+            in_flight = engine.start_merge(planned, results, sent, max(table.wall_ms), times.merge_ms)
+            after = replace(after, in_flight=in_flight, unsent=unsent)
         after = self._with_shares(self._with_wire(after, given), planned, info, table)
         self._log_limit(after.che)
         if settings.outputs is not None and not given.keeps:
@@ -348,6 +364,9 @@ class Rounds:
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepared_plan(reader, state, data, end, given)
+        overlapped = overlapped_steps(state, plan, given, self._settings.overlap)
+        group_merges = given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1)
+        is_early = engine.can_exchange_early and group_merges == 1 and not given.keeps
         is_limited = given.counts is None and self._settings.fleet is None and reader.has_time_limit
         return PlannedRound(
             state,
@@ -360,9 +379,10 @@ class Rounds:
             scale=self._merge_scale(plan),
             time_limit_ms=time_limit_ms(state.che, plan) if is_limited else None,
             overlap=self._settings.overlap if engine.overlaps else 0.0,
-            overlapped=self._overlapped(state, plan, given),
+            overlapped=overlapped,
+            sent_after=steps_sent(state, plan, given, end, overlapped, engine.batch_size) if is_early else (),
             groups=engine.groups,
-            group_merges=given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1),
+            group_merges=group_merges,
             opt_states_differ=engine.opt_states_differ(state.local_states[0]),
         )
 
@@ -423,12 +443,6 @@ class Rounds:
         weights, alpha = planned_weights(self._settings.merge, plan, plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
-    def _overlapped(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> tuple[int, ...]:
-        """With a merge in flight, the steps of each replica before it takes in the result."""
-        if state.in_flight is None:
-            return ()
-        return tuple(given.overlapped or (int(self._settings.overlap * n) for n in plan.counts))
-
     def _read_ahead(self, planned: PlannedRound, end: End | None, feeds: Sequence[Feed]) -> None:
         """Read the first batches of the next rounds after those of this one; they follow if it goes as planned."""
         state, plan, depth = planned.state, planned.plan, planned.reader.depth
@@ -436,9 +450,7 @@ class Rounds:
             return
         keys: list[list[Key]] = [[] for _ in feeds]
         for _ in range(depth):
-            (epoch, cursor), steps = plan.end, state.steps + plan.total
-            examples = state.examples + plan.total * self._engine.batch_size
-            state = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
+            state = expected(state, plan, self._engine.batch_size)
             if end.is_reached(state) or max(map(len, keys), default=0) >= depth:
                 break
             plan = self._plan(state, plan.epoch_size, end)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.data import StreamPosition
-from jaxche.replicas import LocalState, MergeInFlight
+from jaxche.replicas import LocalState, MergeInFlight, Unsent
 from jaxche.reports import Reached
 
 
@@ -35,9 +35,9 @@ class TrainerState:
       cursor: index of the next batch in its epoch. ``(epoch, cursor, pending_batches, seed)`` is the whole position in
         the data.
       examples: trained on so far, by all replicas.
-      sync_ms: cost of the last merge in this process, without waiting.
-      hidden_ms: the part of the last merge that ran beside steps, in this process.
-      exchange_ms: with ``overlap=``, the part of ``sync_ms`` in which the measurements of the round were exchanged.
+      sync_ms: the time that the last merge added to its round, in this process.
+      merge_ms: the duration of the last merge in this process, also of what ran beside steps; 0 if not known.
+      exchange_ms: with ``overlap=``, the duration of the exchange of measurements of the last round in this process.
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.
@@ -53,6 +53,7 @@ class TrainerState:
       clock_merge_ms: the part of ``clock_ms`` that stands for the last merge.
       in_flight: with ``overlap=``, the merge of the last round while it runs, else None. ``local_states`` are then the
         replicas before it; the views and :meth:`merged` wait for it.
+      unsent: what the steps of the last round measured after its table was sent, or None; the next round reports it.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -71,7 +72,7 @@ class TrainerState:
     cursor: int = 0
     examples: int = 0
     sync_ms: float = 0.0
-    hidden_ms: float = 0.0
+    merge_ms: float = 0.0
     exchange_ms: float = 0.0
     pending_batches: tuple[tuple[int, int, int], ...] = ()
     accumulated: int = 0
@@ -85,6 +86,7 @@ class TrainerState:
     stream: StreamPosition | None = None
     opt_states_differ: bool = False
     in_flight: MergeInFlight | None = field(default=None, repr=False, compare=False)
+    unsent: Unsent | None = field(default=None, repr=False, compare=False)
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     def __eq__(self, other: object) -> bool:
@@ -118,14 +120,16 @@ class TrainerState:
                 f"the merge of round {self.round - 1} made parameters NaN or infinite, and those of the replicas were "
                 "finite; try a smaller step of outer="
             )
-        # No step has hidden it: the next round reports it as a merge that was waited for.
-        known_ms = self.in_flight.cost_ms or 0.0
+        # No step has hidden it: the next round reports it as a merge that was waited for. What was measured is left
+        # out then, as in a run that is resumed from here.
+        known_ms, unsent = self.in_flight.cost_ms or 0.0, self.unsent
         return replace(
             self,
             local_states=merged.local_states,
             in_flight=None,
+            unsent=unsent if unsent and unsent.is_failed else None,
             sync_ms=self.sync_ms + self.in_flight.duration_ms,
-            hidden_ms=0.0,
+            merge_ms=self.in_flight.duration_ms,
             clock_ms=self.clock_ms + known_ms,
             clock_merge_ms=self.clock_merge_ms + known_ms,
         )

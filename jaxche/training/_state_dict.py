@@ -35,7 +35,7 @@ _FIELDS = (
     "examples",
     "pending_batches",
     "sync_ms",
-    "hidden_ms",
+    "merge_ms",
     "exchange_ms",
     "accumulated",
     "clock_ms",
@@ -134,7 +134,8 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
     if stream := saved["stream"]:
         states = tuple(map(from_json, stream["states"]))
         state = replace(state, stream=StreamPosition(_tuples(stream["taken"]), _tuples(stream["ended"]), states))
-    return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _FIELDS})
+    own = {name: _tuples(saved[name]) for name in _FIELDS if name in saved}
+    return replace(state, che=che, correction=correction, **own)
 
 
 def _tuples(value: Any) -> Any:

@@ -410,7 +410,7 @@ class Trainer(Rounds):
         if self._engine.overlaps:
             policy += f", beside the first {self._settings.overlap:.0%} of the next round"
             if state.exchange_ms:
-                policy += f", and {state.exchange_ms:.3g} ms before that to exchange measurements"
+                policy += f", and measurements {state.exchange_ms:.3g} ms beside the last steps of this one"
         if self._engine.groups.ranks:
             groups = self._settings.groups.ranks
             policy += f"; groups {groups} merge {state.group_merges} times in a round, the last time with all"

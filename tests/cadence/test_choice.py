@@ -271,7 +271,8 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     overlapped = costs._replace(local=MergeCost(30.0, 0.5))
     assert overlapped.rate(30.0) == pytest.approx(30 / 45)
     assert overlapped.rate(60.0) == 1.0
-    assert overlapped._replace(local=MergeCost(30.0, 0.5, 15.0)).rate(60.0) == pytest.approx(60 / 75)
+    assert overlapped._replace(local=MergeCost(30.0, 0.5, 15.0)).rate(60.0) == 1.0
+    assert overlapped._replace(local=MergeCost(30.0, 0.5, 45.0)).rate(60.0) == pytest.approx(60 / 75)
     assert costs.worth(60.0, 1e3) == 1
     assert overlapped.worth(60.0, 1e3) == pytest.approx(0.92 / (1 + 0.5 * 60 / 1e3))
     (waiting,), (beside,) = (

@@ -17,7 +17,15 @@ from jaxche.cadence._shared_steps import (
     shared_worth,
 )
 from jaxche.cadence._tuner import Tuner
-from jaxche.cadence._tuner_progress import MergeCost, best_round_ms, exposed_ms, half_life_ms, progress_anchor
+from jaxche.cadence._tuner_progress import (
+    MergeCost,
+    best_round_ms,
+    exposed_exchange_ms,
+    exposed_ms,
+    half_life_ms,
+    progress_anchor,
+    sent_after,
+)
 
 SPEEDS = {"two": (20.0, 50.0), "four": (20.0, 20.0, 40.0, 80.0)}
 
@@ -137,16 +145,19 @@ def test_a_travel_that_is_no_number_is_named():
 
 def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the_merge():
     # 1 / progress at every length, the slow way.
-    lengths = np.linspace(10.0, 20_000.0, 200_000)
+    lengths = np.geomspace(10.0, 20_000.0, 200_000)
     for tau, cost in (
         (3000.0, MergeCost(400.0, 0.5)),
         (3000.0, MergeCost(1500.0, 0.5)),
         (3000.0, MergeCost(1000.0, 0.25)),
         (800.0, MergeCost(50.0)),
-        # Rounds of the length that hides the merge, of a longer one for the exchange, and of a shorter one.
+        # Rounds that hide the merge, or a part of it, with an exchange that takes less time, as long or longer.
         (3000.0, MergeCost(400.0, 0.5, 20.0)),
         (3000.0, MergeCost(20.0, 0.5, 8.0)),
         (900.0, MergeCost(1500.0, 0.5, 40.0)),
+        (900.0, MergeCost(1500.0, 0.5, 1500.0)),
+        (900.0, MergeCost(1500.0, 0.25, 1000.0)),
+        (100.0, MergeCost(20.0, 0.25, 900.0)),
     ):
         added = np.array([cost.added_ms(length) for length in lengths])
         time = (lengths + added) * (1 + lengths / tau) / lengths
@@ -154,9 +165,28 @@ def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the
     # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
     speeds = np.array([50.0, 20.0])
     assert progress_anchor(speeds, MergeCost(100.0, 0.5), 3000.0, 200.0, 200, None) == 4
-    # A single batch of each device hides nothing; an exchange is worth longer rounds.
+    # A single batch of each device hides nothing; two hide a merge and an exchange, which may ask for more.
     assert progress_anchor(np.array([50.0, 50.0]), MergeCost(10.0, 0.5), 3000.0, 50.0, 200, None) == 2
-    assert progress_anchor(speeds, MergeCost(100.0, 0.5, 30.0), 3000.0, 300.0, 200, None) == 6
+    assert progress_anchor(np.array([50.0, 50.0]), MergeCost(10.0, 0.5, 30.0), 3000.0, 50.0, 200, None) == 2
+    assert progress_anchor(np.array([50.0, 50.0]), MergeCost(10.0, 0.5, 70.0), 3000.0, 150.0, 200, None) == 3
+
+
+def test_measurements_are_sent_before_the_steps_that_hide_their_exchange():
+    # Steps of 20 and 50 ms: two and one of them take 1.25 times as long as an exchange of 30 ms, or longer.
+    assert sent_after((200.0, 200.0), (10, 4), (5, 2), 30.0) == (8, 3)
+    # Not before the merge of the last round comes in, nor before the first step.
+    assert sent_after((200.0, 200.0), (10, 4), (5, 2), 300.0) == (5, 2)
+    assert sent_after((20.0, 50.0, 0.0), (1, 1, 0), (0, 0, 0), 30.0) == (1, 1, 0)
+    assert sent_after((40.0, 0.0), (2, 3), (0, 0), 1e9) == (1, 3)  # of a speed that is not known
+    assert sent_after((200.0,), (10,), (5,), 0.0) == (10,)
+
+
+def test_an_exchange_adds_what_the_last_steps_do_not_hide():
+    # It begins when the last replica has sent, after 160 and 150 ms.
+    assert exposed_exchange_ms((200.0, 200.0), (10, 4), (8, 3), 40.0) == 0.0
+    assert exposed_exchange_ms((200.0, 200.0), (10, 4), (8, 3), 45.0) == pytest.approx(5.0)
+    assert exposed_exchange_ms((200.0, 150.0), (10, 3), (8, 3), 45.0) == pytest.approx(5.0)
+    assert exposed_exchange_ms((200.0, 0.0), (10, 0), (10, 0), 45.0) == 45.0
 
 
 def test_a_merge_adds_what_is_not_hidden():
@@ -216,9 +246,10 @@ def test_more_replicas_share_batches_in_shorter_rounds():
         (20.0, 0.5, 0.0, 4),
         (0.2, 0.5, 0.0, 1),
         (5.0, 0.3, 0.0, 4),
-        # With an exchange after each of them, rounds are longer.
-        (5.0, 0.5, 8.0, 3),
-        (5.0, 0.5, 20.0, 5),
+        # The second step hides an exchange too, and a longer one asks for more.
+        (5.0, 0.5, 8.0, 2),
+        (5.0, 0.5, 20.0, 3),
+        (0.2, 0.5, 20.0, 3),
         (5.0, 0.0, 0.0, 3),
         (0.2, 0.0, 0.0, 1),
     ],
@@ -231,9 +262,11 @@ def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exch
         tau = half_life_ms(1000.0, 20.0, more_steps(rows, 1))
 
         def lost(n):
-            beside = math.floor(overlap * n) * step_ms
+            beside = math.floor(overlap * n)
+            last = max(0, min(math.ceil(1.25 * exchange_ms / step_ms), n - max(1, beside)))
+            exposed = max(0.0, sync_ms - beside * step_ms) + max(0.0, exchange_ms - last * step_ms)
             worth = shared_worth(n * step_ms, tau, 16**2 / 146) / (1 + overlap * n * step_ms / tau)
-            return (n * step_ms + max(0.0, sync_ms - beside) + exchange_ms) / (n * step_ms) / worth
+            return (n * step_ms + exposed) / (n * step_ms) / worth
 
         assert steps == min(range(1, 40), key=lost)
     elif steps > 2:
@@ -246,12 +279,15 @@ def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
         che = che.report_timing([50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]], che.batch_counts, 100.0)
     assert che.batch_counts == (4, 10)
 
-    # Nothing hides an exchange of 20 ms, which is at most 5 % of 400 ms.
-    assert MergeCost(100.0, 0.5, 20.0).least_round_ms(0.05) == 400.0
+    # The second half of a round hides an exchange: one of 20 ms in full, one of 150 ms but for 5 % of the round.
+    assert MergeCost(100.0, 0.5, 20.0).least_round_ms(0.05) == pytest.approx(100 / 0.55)
+    for cost in (MergeCost(100.0, 0.5, 150.0), MergeCost(100.0, 0.25, 50.0), MergeCost(100.0, 0.5, 90.0)):
+        least = cost.least_round_ms(0.05)
+        assert cost.added_ms(least) == pytest.approx(0.05 * least)
     for _ in range(4):
         wall_ms = [50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]]
         che = che.report_timing(wall_ms, che.batch_counts, 100.0, exchange_ms=20.0)
-    assert che.batch_counts == (8, 20)
+    assert che.batch_counts == (4, 10)
     with pytest.raises(ValueError, match=r"exchange_ms=-1.* write e.g. exchange_ms=1.0"):
         che.report_timing([50.0, 20.0], [1, 1], 100.0, exchange_ms=-1.0)
 

@@ -23,7 +23,7 @@ WORLD = 3
 # Rounds of all processes before the next death, and before the end.
 BETWEEN = 14
 # Each process measures these for itself, and the table of a round has those of all.
-LOCAL = ("sync_ms", "hidden_ms")
+LOCAL = ("sync_ms", "merge_ms")
 
 
 class Problem(resumed.Problem):

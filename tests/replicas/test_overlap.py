@@ -1,6 +1,7 @@
 """Merges that overlap the next round: against a slow twin, replayed, resumed, on both clocks, and what is refused."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax
@@ -10,8 +11,10 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.replicas import BROKEN, FAILED, Carry, EarlyResult, LocalResult
 from jaxche.replicas._schedule_counts import counts_of
 from jaxche.replicas._table import HOST_COLUMNS
+from jaxche.training._plan import GivenRound
 
 COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
 FLEET = jaxche.VirtualFleet([20, 50], sync_ms=100.0)
@@ -220,11 +223,11 @@ def test_checkpoints_after_every_round_leave_nothing_to_overlap(made, data, tmp_
 def test_a_merge_that_was_waited_for_is_reported_as_such(make, data, fleet):
     one = make(fleet=fleet)
     state, _ = rounds(one, one.init(jnp.zeros(3)), data, [(4, 2)] * 2)
-    assert state.hidden_ms > 0
+    assert state.merge_ms > 0
     merged = state.merged()
     took_ms = state.in_flight.duration_ms
     assert took_ms == 30.0 if fleet else took_ms > 0
-    assert (merged.sync_ms, merged.hidden_ms) == (state.sync_ms + took_ms, 0.0)
+    assert (merged.sync_ms, merged.merge_ms) == (state.sync_ms + took_ms, took_ms)
     assert merged.clock_ms - state.clock_ms == merged.clock_merge_ms - state.clock_merge_ms == (30.0 if fleet else 0.0)
 
 
@@ -254,24 +257,235 @@ def test_the_fleets_clock_has_the_merge_in_flight_at_the_end(made, data):
     assert state.merged().clock_ms == pytest.approx(walls + 310.0)
 
 
-def test_nothing_runs_beside_the_exchange_of_measurements(make, data):
+def test_nothing_runs_beside_an_exchange_before_one_is_measured(make, data):
     one = make(fleet=replace(FLEET, exchange_ms=7.0))
     state, infos = rounds(one, one.init(jnp.zeros(3)), data)
     walls = sum(max(info.wall_ms) for info in infos)
-    assert [info.sync_ms for info in infos] == pytest.approx([7.0, 57.0, 107.0, 67.0, 7.0])
+    assert [info.sync_ms for info in infos] == pytest.approx([7.0, 57.0, 107.0, 60.0, 0.0])
     assert [info.hidden_ms for info in infos] == pytest.approx([0.0, 50.0, 0.0, 40.0, 100.0])
-    assert state.clock_ms == pytest.approx(walls + 210.0 + 5 * 7.0)
+    assert state.clock_ms == pytest.approx(walls + 210.0 + 3 * 7.0)
     assert state.che.sync_samples == pytest.approx([100.0] * 3)  # hidden and waited for, without the exchange
     state, _ = one.fit(state, data, max_steps=100, progress=False)
     assert state.che.exchange_samples == pytest.approx([7.0] * 3)
     assert state.che.sync_samples == pytest.approx([100.0] * 3)
-    assert "of the next round, and 7 ms before that to exchange measurements" in one.explain(state)
+    assert "of the next round, and measurements 7 ms beside the last steps of this one" in one.explain(state)
+
+
+EXCHANGE = replace(FLEET, sync_ms=60.0, exchange_ms=25.0)
+
+
+@pytest.fixture(scope="module")
+def exchanged(made, data):
+    """A run whose replicas exchange their measurements beside their last steps: the trainer, states and rounds."""
+    one = made(ADAM, fleet=EXCHANGE, che=jaxche.ElChe(2, 3, tuner="progress"))
+    state, found = one.init(jnp.zeros(3)), []
+    for _ in range(6):
+        state, info = one.round(state, data)
+        found.append((state, info))
+    return one, found
+
+
+def test_measurements_are_exchanged_beside_the_last_steps(exchanged):
+    """Two steps of 20 ms, or one of 50 ms, take 1.25 times as long as the exchange, or longer."""
+    _, found = exchanged
+    sent = [info.sent_after for _, info in found]
+    # In the first two rounds no exchange has been measured, or no merge was in flight.
+    assert sent[:2] == [(), ()]
+    for (_, info), after in list(zip(found, sent, strict=True))[2:]:
+        fast, slow = info.counts
+        assert after == (fast - 2, slow - 1)
+        assert (info.sync_ms, info.hidden_ms) == (0.0, 60.0)
+        assert info.clock_ms - found[info.round - 1][1].clock_ms == max(info.wall_ms)
+        assert sum(info.rows) == 4 * sum(info.counts)
+    assert found[-1][0].che.exchange_samples == (25.0,) * 3
+    assert found[1][1].sync_ms >= 25.0
+
+
+def test_the_table_has_the_losses_that_were_sent(exchanged, data):
+    """Those of the last steps come with the next table."""
+    one, found = exchanged
+    for before, (state, info) in itertools.pairwise(found[1:]):
+        losses = np.array([np.asarray(sums)[0, 1] for sums in state.unsent.sums])
+        rows = np.array([np.asarray(sums)[0, 0] for sums in state.unsent.sums])
+        assert rows.tolist() == [4 * (n - sent) for n, sent in zip(info.counts, info.sent_after, strict=True)]
+        held = before[0].unsent
+        came = [0, 0] if held is None else [np.asarray(sums)[0, 0] for sums in held.sums]
+        assert info.loss_weight == sum(4 * sent for sent in info.sent_after) + sum(came)
+        assert np.isfinite(losses).all()
+    last, info = found[-1]
+    after, told = one._round(last, data, given=GivenRound((3, 1), sent_after=()))
+    assert (told.sent_after, after.unsent) == ((), None)
+    assert told.loss_weight == 4 * 4 + sum(float(np.asarray(sums)[0, 0]) for sums in last.unsent.sums)
+    assert last.merged().unsent is None
+
+
+def test_all_losses_are_in_the_history(make, data):
+    """The mean of the rounds, by their weights, is that of all batches but those before the end of the run."""
+
+    def total(fleet):
+        one = make(optax.sgd(0.0), fleet=fleet, che=jaxche.ElChe(2, 3, tuner="progress"))
+        _, history = one.fit(one.init(jnp.ones(3)), data, epochs=2, progress=False)
+        assert any(info.sent_after for info in history) is (fleet is EXCHANGE)
+        return sum(info.loss * info.loss_weight for info in history), sum(info.loss_weight for info in history)
+
+    assert total(EXCHANGE) == pytest.approx(total(replace(EXCHANGE, exchange_ms=0.0)), rel=1e-5)
+    assert total(EXCHANGE)[1] == 800
+
+
+def test_the_exchange_beside_steps_changes_no_parameter(make, data, same):
+    """Given equal counts, also with the counts of a schedule, and a weight of the merge that follows from examples."""
+    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -RATE / (1 + count)))
+    one = make(tx, fleet=EXCHANGE, merge="batch", che=jaxche.ElChe(2, 3, tuner="progress"))
+    state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False)
+    assert any(info.sent_after for info in history)
+    assert {int(local.opt_state[1].count[0]) for local in state.local_states} == {200}
+    plain = make(tx, fleet=EXCHANGE, merge="batch")
+    record = [replace(info, sent_after=()) for info in history]
+    again, told = plain.replay(plain.init(jnp.zeros(3)), data, record)
+    same(again.local_states, state.local_states)
+    np.testing.assert_allclose([info.weights for info in told], [info.weights for info in history], rtol=1e-6)
+    assert [info.losses for info in told] != [info.losses for info in history]
+
+
+@pytest.mark.parametrize("fleet", [EXCHANGE, None], ids=["virtual", "measured"])
+def test_a_run_that_sends_early_replays_with_its_losses(make, data, same, fleet):
+    che = jaxche.ElChe(2, 3, tuner="progress")
+    one = make(ADAM, fleet=EXCHANGE, che=che)
+    state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False)
+    assert any(info.sent_after for info in history)
+    other = make(ADAM, fleet=fleet, che=che)
+    record = jaxche.History.from_json(history.to_json())
+    again, told = other.replay(other.init(jnp.zeros(3)), data, record)
+    same(again.local_states, state.local_states)
+    assert [info.losses for info in told] == [info.losses for info in history]
+    assert [info.sent_after for info in told] == [info.sent_after for info in history]
+
+
+def test_numbers_that_become_infinite_after_the_table_was_sent_are_found(exchanged, data):
+    one, found = exchanged
+    info = found[-1][1]
+    given = GivenRound.of(info)
+    start = info.cursor + info.counts[0]
+    bad = start + info.sent_after[1]  # in the last step of the slow replica
+    before = found[-2][0]
+    with pytest.raises(jaxche.NonFiniteLossError, match="rank 1 became NaN") as caught:
+        one._round(before, spoilt(data, bad), given=given)
+    assert caught.value.rank == 1
+    assert (0, bad) in caught.value.batches
+    assert np.isfinite(one.params(caught.value.state)).all()
+
+
+@pytest.fixture
+def with_peers(exchanged, monkeypatch):
+    """The trainer as in a run of several processes, and the state before its last round, with that round."""
+    one, found = exchanged
+    monkeypatch.setattr(one, "_has_peers", True)
+    return one, found[-2][0], found[-1][1]
+
+
+def spoilt(data, *indices):
+    """The same batches, some of which are not finite."""
+    return [
+        {"x": batch["x"] * np.inf, "y": batch["y"]} if i in indices else batch
+        for i, batch in enumerate(data[i] for i in range(len(data)))
+    ]
+
+
+def test_processes_find_in_the_next_round_what_failed_after_the_table_was_sent(with_peers, data):
+    one, before, info = with_peers
+    bad = info.cursor + info.counts[0] + info.sent_after[1]
+    after, told = one._round(before, spoilt(data, bad), given=GivenRound.of(info))
+    assert np.isfinite(told.loss)
+    assert after.unsent.failures == [0, BROKEN]
+    assert np.isfinite(one.params(after)).all()  # the failed replica merged nothing
+    with pytest.raises(jaxche.NonFiniteLossError, match="rank 1 became") as caught:
+        one.round(after, data)
+    assert caught.value.batches[0] == (0, bad)
+    assert np.isfinite(one.params(caught.value.state)).all()
+    # Where the loss is finite and the parameters are not, only the flag tells.
+    finite = after.unsent._replace(sums=tuple(map(jnp.zeros_like, after.unsent.sums)))
+    with pytest.raises(jaxche.NonFiniteLossError, match="a parameter or a state of rank 1"):
+        one.round(replace(after, unsent=finite), data)
+
+
+def test_the_last_round_of_a_fit_fails_by_what_came_after_its_table(with_peers, data):
+    one, before, info = with_peers
+    bad = info.cursor + info.counts[0] + info.sent_after[1]
+    seconds = 1e-3  # one round, which is not planned as the last one
+    with pytest.raises(jaxche.NonFiniteLossError, match="rank 1 became"):
+        one.fit(before, spoilt(data, bad), max_time=seconds, progress=False)
+    state, _ = one.fit(before, data, max_time=seconds, progress=False)
+    assert (state.round, state.unsent) == (info.round + 1, None)
+
+
+def test_a_step_that_fails_after_the_table_was_sent_fails_the_next_round(make, data, monkeypatch):
+    def refuse(x):
+        if not np.isfinite(x).all():
+            raise ValueError("not this batch")
+        return np.float32(0)
+
+    def loss(w, batch):
+        told = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(batch["x"]))
+        return loss_fn(w, batch) + told
+
+    one, infos = make(fleet=EXCHANGE, loss=loss), []
+    states = [one.init(jnp.zeros(3))]
+    for _ in range(4):
+        state, info = one.round(states[-1], data)
+        states.append(state)
+        infos.append(info)
+    info = infos[-1]
+    bad = info.cursor + info.counts[0] + info.sent_after[1]
+    with pytest.raises(Exception, match="not this batch"):
+        one._round(states[-2], spoilt(data, bad), given=GivenRound.of(info))
+    monkeypatch.setattr(one, "_has_peers", True)
+    after, _ = one._round(states[-2], spoilt(data, bad), given=GivenRound.of(info))
+    assert after.unsent.failures == [0, FAILED]
+    with pytest.raises(Exception, match="not this batch"):
+        one.round(after, data)
+
+
+def test_a_replica_without_steps_has_no_weight_by_what_was_unsent(make, data, same):
+    one = make(fleet=EXCHANGE, merge="batch", che=jaxche.ElChe(2, 3, tuner="progress"))
+    state = one.init(jnp.zeros(3))
+    for _ in range(4):
+        state, _ = one.round(state, data)
+    assert min(float(np.asarray(sums)[0, 0]) for sums in state.unsent.sums) > 0
+    (after, _), (other, _) = (one.round(each, data, (4, 0)) for each in (state, replace(state, unsent=None)))
+    same(after.merged().local_states, other.merged().local_states)
+
+
+def test_streams_are_read_before_their_last_steps(make, data):
+    """With at most one batch ready for each replica, which wait for each other."""
+    source = jaxche.Stream(lambda epoch: (data[i] for i in range(len(data))), prefetch=1)
+    one = make(optax.sgd(0.0), fleet=EXCHANGE, che=jaxche.ElChe(2, 3, tuner="progress"))
+    state, history = one.fit(one.init(jnp.ones(3)), source, epochs=2, progress=False)
+    assert any(info.sent_after for info in history)
+    assert sum(info.loss_weight for info in history) == sum(info.examples for info in history) == 800
+    assert (state.epoch, state.steps) == (2, 200)
+
+
+def test_an_early_result_has_the_time_of_all_steps():
+    class Left:
+        position, steps = 3, [0, 0, 0, 0, 0]
+
+        def peek(self, position):
+            return [np.zeros((4, 1))] if position == 3 else []
+
+    early, begin = EarlyResult(3), LocalResult(None, 3, 0.0, rows=12)
+    sums = jnp.ones((1, 2))
+    carry = early.send(Carry(None, None, sums, opt_state=[]), Left(), begin, lambda: 60.0)
+    found = early.result()
+    assert (found.steps, found.rows, found.wall_ms) == (4, 16, 80.0)
+    assert carry.sums.tolist() == [[0.0, 0.0]]
+    assert found.carry.sums.tolist() == [[1.0, 1.0]]
 
 
 def test_the_exchange_is_measured_beside_the_merge(make, data):
     one = make(fleet=None)
     state, _ = one.round(one.init(jnp.zeros(3)), data)
-    assert 0 < state.exchange_ms == state.sync_ms
+    assert 0 < state.exchange_ms <= state.sync_ms
+    assert state.merge_ms == 0.0
     state, _ = one.round(state, data)
     # No merge was in flight in the first round: it measured an exchange alone.
     assert (len(state.che.exchange_samples), state.che.sync_samples) == (1, ())

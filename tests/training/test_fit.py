@@ -80,11 +80,15 @@ def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
 def test_a_stop_that_comes_while_replicas_merge_is_for_the_next_round(trainer, problem, monkeypatch):
     merge, left = trainer._engine.merge, [1]
 
-    def asked_meanwhile(*args):
-        if left:
-            trainer.request_stop()
-            left.pop()
-        return merge(*args)
+    def asked_meanwhile(planned, results, rows):
+        def sent(results):
+            found = rows(results)
+            if left:
+                trainer.request_stop()
+                left.pop()
+            return found
+
+        return merge(planned, results, sent)
 
     monkeypatch.setattr(trainer._engine, "merge", asked_meanwhile)
     _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=3, progress=False)

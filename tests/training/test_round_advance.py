@@ -28,7 +28,8 @@ def state(che, **fields):
 def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 0.5)):
     rows = []
     for n, w, b in zip(counts, wall, examples_per_batch, strict=True):
-        host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "batches": n, "wall_ms": w, "last_sync_ms": last_sync}
+        host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "batches": n, "wall_ms": w}
+        host |= {"last_sync_ms": last_sync, "last_merge_ms": last_sync}
         host["rows"] = n * b % ROW_MODULUS
         rows.append([*host.values(), 0.0, n * b, n * b * 0.5])
     table = np.array(rows)

@@ -8,7 +8,7 @@ import pytest
 from jaxche.cadence import DivergenceCorrection, RoundPlan
 from jaxche.data import SequenceReader
 from jaxche.distributed import Group, RankError
-from jaxche.replicas._replica import LocalResult
+from jaxche.replicas import LocalResult
 from jaxche.replicas._table import Columns
 from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState, _non_finite
 from jaxche.training import _round_end as module

@@ -1,0 +1,195 @@
+"""The result of the local steps of a replica, at their end or, with overlap, before the last ones.
+
+An early result has the steps and rows that are left, whose batches are read by then, and the time that all steps would
+take. So replicas exchange the table of a round beside its last steps. What these measure is unsent, and a part of the
+next table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxche.data import Feed, Key
+from jaxche.replicas._outputs import BatchOutputs
+from jaxche.replicas._programs import Carry, LocalState
+from jaxche.replicas._schedule_counts import counts_of
+from jaxche.replicas._table import BROKEN, FAILED
+from jaxche.sharding import batch_size
+
+if TYPE_CHECKING:
+    from jaxche.replicas._overlap import OverlappedMerge
+
+
+class LocalResult(NamedTuple):
+    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
+
+    ``rows`` are those of all its steps, and ``divided`` is the number of steps on rows of several shapes. With outputs,
+    those of each batch. ``group_ms`` is the time of merges with its group, waits included, and ``compile_ms`` that of
+    compilations; they are not in ``wall_ms``.
+    """
+
+    carry: Carry
+    steps: int
+    wall_ms: float
+    error: Exception | None = None
+    outputs: Sequence[BatchOutputs] = ()
+    group_ms: float = 0.0
+    compile_ms: float = 0.0
+    divided: int = 0
+    rows: int = 0
+
+
+class Unsent(NamedTuple):
+    """What the last steps of a round have measured, after its table was sent.
+
+    Attributes:
+      sums: with the columns of the loss function, of each replica of this process; the next table adds them.
+      errors: of each replica of this process; the next round fails by them.
+      broken: for each replica of this process, whether one of its numbers became NaN or infinite.
+      batches: of these steps, for each rank.
+    """
+
+    sums: tuple[Any, ...]
+    errors: tuple[Exception | None, ...]
+    broken: tuple[bool, ...]
+    batches: tuple[tuple[Key, ...], ...]
+
+    @property
+    def failures(self) -> list[int]:
+        """How each replica of this process fails the next round, 0 if it does not."""
+        return [
+            BROKEN if broken else FAILED if error is not None else 0
+            for error, broken in zip(self.errors, self.broken, strict=True)
+        ]
+
+    @property
+    def failed(self) -> list[Exception | None]:
+        """The errors of steps."""
+        return [None if broken else error for error, broken in zip(self.errors, self.broken, strict=True)]
+
+    @property
+    def error(self) -> Exception:
+        """The first of the errors."""
+        return next(error for error in self.errors if error is not None)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the next round fails by it."""
+        return any(self.failures)
+
+
+class EarlyResult:
+    """The result of a replica that is exchanged beside its last steps."""
+
+    def __init__(self, after: int):
+        self.after = after  # the steps before it is sent
+        self.is_sent = False  # before the last steps
+        self.sums: Any = None  # that were sent then
+        self._future: Future[Callable[[], LocalResult]] = Future()
+
+    def result(self) -> LocalResult:
+        """Wait for it; its time is that of the computed steps."""
+        return self._future.result()()
+
+    def ends(self, future: Future[LocalResult]) -> None:
+        """Send the result at the end of the steps, unless one was sent."""
+        if not self.is_sent:
+            self._future.set_result(future.result)
+
+    def send(self, carry: Carry, feed: Feed, result: LocalResult, wall_ms: Callable[[], float]) -> Carry:
+        """Send the result so far with the steps that are left; returns the carry that measures these alone.
+
+        ``wall_ms`` is the time of the steps until it is called. A batch that is left and cannot be read is an error
+        here.
+        """
+        found = [feed.peek(position) for position in range(feed.position, len(feed.steps))]
+        left = [batches for batches in found if batches]
+        steps = result.steps + len(left)
+        sums, counts, flag, fresh = _split(carry.sums, counts_of(carry.opt_state), np.int32(len(left)))
+        total = result._replace(
+            carry=Carry(None, None, sums, opt_state=counts, not_finite=flag),
+            steps=steps,
+            rows=result.rows + sum(batch_size(batch) for batches in left for batch in batches),
+            divided=result.divided + sum(len(batches) > 1 for batches in left),
+        )
+
+        def computed() -> LocalResult:
+            jax.block_until_ready(sums)
+            return total._replace(wall_ms=wall_ms() * steps / result.steps if result.steps else 0.0)
+
+        self.is_sent, self.sums = True, sums
+        self._future.set_result(computed)
+        return carry._replace(sums=fresh)
+
+
+@jax.jit
+def _split(sums: Any, counts: Sequence[Any], left: Any) -> tuple[Any, Sequence[Any], Any, Any]:
+    """A copy of the sums, the counts after the steps that are left, the flag of a finite replica, and sums of none."""
+    counts = [count + left.astype(count.dtype) for count in counts]
+    return sums, counts, jnp.zeros_like(sums[:, :1]), jnp.zeros_like(sums)
+
+
+def exchange_early(
+    merge: OverlappedMerge,
+    starts: Callable[[], Sequence[LocalState]],
+    early: Sequence[EarlyResult],
+    running: Sequence[Future[LocalResult]],
+    rows: Callable[[Sequence[LocalResult]], np.ndarray],
+) -> None:
+    """Exchange the table of a round as soon as all local replicas, which are ``running``, have sent their results."""
+    for one, future in zip(early, running, strict=True):
+        future.add_done_callback(one.ends)
+
+    def measured() -> tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]:
+        results = [one.result() for one in early]
+        return starts(), [result.carry for result in results], rows(results)
+
+    merge.exchange_early(measured)
+
+
+def with_sums(carry: Carry, sums: Any) -> Carry:
+    """The carry at the begin of a round with the sums that were not sent; those of another loss are left out."""
+    if sums is None or sums.shape != carry.sums.shape:
+        return carry
+    return carry._replace(sums=jnp.copy(sums))  # the steps take it
+
+
+def unsent_of(
+    early: Sequence[EarlyResult],
+    results: Sequence[LocalResult],
+    batches: tuple[tuple[Key, ...], ...],
+    without_steps: Callable[[int], LocalResult],
+) -> tuple[list[LocalResult], Unsent]:
+    """The results of a round for its merge, with all sums, and what the table lacks: ``batches`` of each rank.
+
+    A replica whose last steps have failed merges as if it had taken no steps; the next round fails by it.
+    """
+    kept, sums, errors, broken = [], [], [], []
+    for index, (one, result) in enumerate(zip(early, results, strict=True)):
+        error = result.error if one.is_sent else None
+        is_broken = one.is_sent and error is None and not _is_finite(result.carry)
+        last, whole = result.carry.sums, result
+        if not one.is_sent:
+            last = jnp.zeros_like(last)
+        elif error is None and not is_broken:
+            whole = result._replace(carry=result.carry._replace(sums=one.sums + last))
+        else:
+            whole = without_steps(index)
+            last = jnp.zeros_like(last) if error else last
+        kept.append(whole)
+        sums.append(last)
+        errors.append(error)
+        broken.append(is_broken)
+    return kept, Unsent(tuple(sums), tuple(errors), tuple(broken), batches)
+
+
+def _is_finite(carry: Carry) -> bool:
+    """Whether the loss of the last steps, and the replica after them, are finite."""
+    flag, sums = jax.device_get((carry.not_finite, carry.sums))
+    return not np.any(flag) and bool(np.isfinite(sums[0, 1]))
