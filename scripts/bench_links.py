@@ -2,7 +2,7 @@
 
 The text task on devices of 20 and 50 ms a batch, annealed to a deadline. A merge costs what the link takes for its
 bytes, and one round trip, as if the small model that trains had some millions of parameters: its link has a lower rate.
-With overlap each round costs one more round trip, in which measurements are exchanged and no steps run.
+With overlap the exchange of measurements takes one more round trip, beside the last steps of a round.
 *Time* is the deadline over the one at which free merges (0.2 ms) have the same loss, on a line between runs of several
 deadlines. Prints a Markdown table; lines of the results file are not run again.
 

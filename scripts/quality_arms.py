@@ -36,7 +36,7 @@ class Arm:
     counts: Callable[[Progress], Counts] | None
     every: int = 1  # with ``rarely``: options of every so-many-th round
     rarely: Mapping[str, Any] = field(default_factory=dict)
-    # With overlap, the exchange of measurements after a round relative to a merge, where the cell has no link: 0 where
+    # With overlap, the exchange of the measurements of a round relative to a merge, where the cell has no link: 0 where
     # bytes take the time of a merge, 1 where trips over the network do.
     exchange: float = 0.0
 

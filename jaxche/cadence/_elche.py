@@ -70,7 +70,7 @@ class ElChe(CadenceState):
       ms_samples: the last three reports in ms a batch, newest first; not with the seed tuner.
       sync_samples: the last three known merge times in ms, newest first; not with the seed tuner.
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
-      exchange_samples: the last three known times of the exchange at the end of a round with ``overlap``, newest first.
+      exchange_samples: the last three known times of the exchange of measurements with ``overlap``, newest first.
       round_ms: the best length of a round in ms by the progress tuner; 0.0 before it is known. It may be shorter than
         a batch of the slowest rank.
       overlap: the part of a round that runs beside the merge of the round before; the trainer sets it.
@@ -255,8 +255,8 @@ class ElChe(CadenceState):
           travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
             divided by :math:`\sqrt{\sum p_i \|\Delta_i\|^2} / \|\bar x\|`, with the share :math:`p_i` of each rank in
             the batches, under every merge rule; 0 if not known. For the progress tuner.
-          exchange_ms: with ``overlap``, the time at the end of the round in which replicas exchange their measurements,
-            in ms; 0 if not known. Not for the seed tuner.
+          exchange_ms: with ``overlap``, the time in which replicas exchange the measurements of a round, in ms; 0 if
+            not known. Not for the seed tuner.
 
         Returns:
           The cadence for the next round.

@@ -80,8 +80,8 @@ class VirtualFleet:
       first_sync_ms: ms that compilation adds to the first merge.
       group_sync_ms: ms of a merge within a group, for ``Trainer(groups=)``.
       link_mbit: Mbit a second that each replica can send, for ``Trainer(fleet=)``; None if bytes cost nothing.
-      exchange_ms: with ``Trainer(overlap=)``, ms at the end of a round in which the replicas exchange measurements, and
-        nothing runs beside it. By default ``sync_ms`` with ``link_mbit``, a trip over the link, and 0 without.
+      exchange_ms: with ``Trainer(overlap=)``, ms in which the replicas exchange the measurements of a round, beside its
+        last steps. By default ``sync_ms`` with ``link_mbit``, a trip over the link, and 0 without.
       seed: seed of the jitter; the same seed gives the same run under every tuner.
 
     Raises:
@@ -175,7 +175,7 @@ class VirtualFleet:
 
     @property
     def exchange_cost_ms(self) -> float:
-        """The time in which the replicas exchange their measurements after a round with ``overlap=``."""
+        """The time in which the replicas exchange the measurements of a round with ``overlap=``."""
         if self.exchange_ms is not None:
             return self.exchange_ms
         return self.sync_ms if self.link_mbit else 0.0

@@ -51,7 +51,7 @@ def steady_anchor(ms: np.ndarray, cost: MergeCost, target: float, high: int, max
     With counts that need no rounding this is C / (a t_slow), met first at a = ⌈C / (target t_slow)⌉. Counts that are
     rounded up can meet it half a batch before: it is at least C / (a t_slow) · Σ a t_slow / t_i / Σ n_i. Without the
     part of the waiting, a cheap merge would give an anchor of 1, where 2.5 : 1 runs as 3 : 1. With overlap C is what
-    the merge adds to the round, max(0, C - f T) + E.
+    the merge and the exchange of measurements add to the round, as :class:`MergeCost` has it.
     """
     slow, ratio = float(ms.max()), speed_ratios(ms)
     rounding = (ms.size - 1) / 2 / float(ratio.sum())

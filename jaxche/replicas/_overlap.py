@@ -33,6 +33,7 @@ from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
+from jaxche.replicas._results import split_sums
 from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 
@@ -150,7 +151,8 @@ class OverlappedMerge:
         self.exchange(starts, carries, rows)
         merged = self._merge(starts, self._copied(carries), rows)
         for local, carry, one in zip(starts, self._copied(carries), merged.local_states, strict=True):
-            corrected(local, carry, one)  # compiles it before any clock starts
+            split_sums(carry, 0)  # compiles this, and what follows, before any clock starts
+            corrected(local, carry, one)
         return merged
 
     def prepare(
@@ -159,6 +161,8 @@ class OverlappedMerge:
         """Compile the programs and connect the processes; see :meth:`Merge.prepare`."""
         self.exchange(starts, carries, rows)
         self._merge.prepare(starts, carries, rows)
+        for carry in carries:
+            split_sums(carry, 0)
 
     def wait(self) -> None:
         """Wait for a merge in flight, also for one of a state that was dropped."""

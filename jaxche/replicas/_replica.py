@@ -279,13 +279,14 @@ class Replica:
             clock = _Clock()
             batches = iter(self._padded(feed))
 
-            def so_far(carry: Carry) -> LocalResult:
+            def so_far(carry: Carry, wall_ms: float) -> LocalResult:
                 divided = feed.divided if isinstance(feed, Feed) else 0
-                return LocalResult(carry, steps, 0.0, compile_ms=1e3 * clock.compiled_s, divided=divided, rows=rows)
+                return LocalResult(carry, steps, wall_ms, compile_ms=1e3 * clock.compiled_s, divided=divided, rows=rows)
 
             while True:
                 if early is not None and steps == early.after and not early.is_sent and isinstance(feed, Feed):
-                    carry = early.send(carry, feed, so_far(carry), lambda: 1e3 * clock.seconds)
+                    jax.block_until_ready(carry.sums)
+                    carry = early.send(carry, feed, so_far(carry, 1e3 * clock.seconds))
                 is_sent = early is not None and early.is_sent
                 # A late replica leaves the next batch to later rounds, so it does not take it.
                 is_over = steps and not is_sent and is_late(clock, steps)
@@ -317,7 +318,7 @@ class Replica:
             carry = self._programs.finish(known, carry)
             if self._read_error is not None:
                 raise self._read_error
-            return so_far(carry)._replace(wall_ms=wall_ms, outputs=outputs)
+            return so_far(carry, wall_ms)._replace(outputs=outputs)
         except Exception as error:
             carry = None  # frees what the steps have left
             alive = local._replace(params=revived(local.params), opt_state=revived(local.opt_state)) if takes else local

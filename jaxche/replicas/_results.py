@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._schedule_counts import counts_of
 from jaxche.replicas._table import BROKEN, FAILED
 from jaxche.sharding import batch_size
-
-if TYPE_CHECKING:
-    from jaxche.replicas._overlap import OverlappedMerge
 
 
 class LocalResult(NamedTuple):
@@ -91,41 +88,46 @@ class EarlyResult:
         self.after = after  # the steps before it is sent
         self.is_sent = False  # before the last steps
         self.sums: Any = None  # that were sent then
-        self._future: Future[Callable[[], LocalResult]] = Future()
+        self._future: Future[LocalResult] = Future()
 
     def result(self) -> LocalResult:
-        """Wait for it; its time is that of the computed steps."""
-        return self._future.result()()
+        """Wait for it."""
+        return self._future.result()
 
     def ends(self, future: Future[LocalResult]) -> None:
         """Send the result at the end of the steps, unless one was sent."""
-        if not self.is_sent:
-            self._future.set_result(future.result)
+        if self.is_sent:
+            return
+        if (error := future.exception()) is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(future.result())
 
-    def send(self, carry: Carry, feed: Feed, result: LocalResult, wall_ms: Callable[[], float]) -> Carry:
+    def send(self, carry: Carry, feed: Feed, result: LocalResult) -> Carry:
         """Send the result so far with the steps that are left; returns the carry that measures these alone.
 
-        ``wall_ms`` is the time of the steps until it is called. A batch that is left and cannot be read is an error
-        here.
+        A batch that is left and cannot be read is an error here.
         """
         found = [feed.peek(position) for position in range(feed.position, len(feed.steps))]
         left = [batches for batches in found if batches]
         steps = result.steps + len(left)
-        sums, counts, flag, fresh = _split(carry.sums, counts_of(carry.opt_state), np.int32(len(left)))
+        sent, fresh = split_sums(carry, len(left))
         total = result._replace(
-            carry=Carry(None, None, sums, opt_state=counts, not_finite=flag),
+            carry=sent,
             steps=steps,
+            wall_ms=result.wall_ms * steps / result.steps if result.steps else 0.0,
             rows=result.rows + sum(batch_size(batch) for batches in left for batch in batches),
             divided=result.divided + sum(len(batches) > 1 for batches in left),
         )
-
-        def computed() -> LocalResult:
-            jax.block_until_ready(sums)
-            return total._replace(wall_ms=wall_ms() * steps / result.steps if result.steps else 0.0)
-
-        self.is_sent, self.sums = True, sums
-        self._future.set_result(computed)
+        self.is_sent, self.sums = True, sent.sums
+        self._future.set_result(total)
         return carry._replace(sums=fresh)
+
+
+def split_sums(carry: Carry, left: int) -> tuple[Carry, Any]:
+    """What an exchange reads of a carry before so many steps, and the sums of none, with which they begin."""
+    sums, counts, flag, fresh = _split(carry.sums, counts_of(carry.opt_state), np.int32(left))
+    return Carry(None, None, sums, opt_state=counts, not_finite=flag), fresh
 
 
 @jax.jit
@@ -136,13 +138,16 @@ def _split(sums: Any, counts: Sequence[Any], left: Any) -> tuple[Any, Sequence[A
 
 
 def exchange_early(
-    merge: OverlappedMerge,
+    exchange: Callable[[Callable[[], tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]]], None],
     starts: Callable[[], Sequence[LocalState]],
     early: Sequence[EarlyResult],
     running: Sequence[Future[LocalResult]],
     rows: Callable[[Sequence[LocalResult]], np.ndarray],
 ) -> None:
-    """Exchange the table of a round as soon as all local replicas, which are ``running``, have sent their results."""
+    """Exchange the table of a round as soon as all local replicas, which are ``running``, have sent their results.
+
+    ``exchange`` is that of the merge, :meth:`OverlappedMerge.exchange_early`.
+    """
     for one, future in zip(early, running, strict=True):
         future.add_done_callback(one.ends)
 
@@ -150,7 +155,7 @@ def exchange_early(
         results = [one.result() for one in early]
         return starts(), [result.carry for result in results], rows(results)
 
-    merge.exchange_early(measured)
+    exchange(measured)
 
 
 def with_sums(carry: Carry, sums: Any) -> Carry:

@@ -436,7 +436,7 @@ class Engine:
             for index, feed in enumerate(feeds):
                 running.append(self._pool.submit(run_one, index, feed))
             if early:
-                exchange_early(self._merge, lambda: planned.starts, early, running, rows)
+                exchange_early(self._merge.exchange_early, lambda: planned.starts, early, running, rows)
             meanwhile()
             results = [one.result() for one in running]
         except BaseException:

@@ -107,6 +107,20 @@ def queue():
         one.close()
 
 
+def test_replicas_see_their_last_batches_before_they_take_them(queue):
+    """Two of each, with one batch ready for each: neither takes one before it has seen both."""
+    one = queue(Source(20), prefetch=1)
+    one.seek(Place(0, 0))
+    feeds = one.start([steps(own) for own in interleave([2, 2])], 4, ahead=4)
+    with ThreadPoolExecutor(2) as replicas:
+        seen = [replicas.submit(lambda feed=feed: [feed.peek(i) for i in range(2)]) for feed in feeds]
+        try:
+            found = [future.result(timeout=10) for future in seen]
+        finally:
+            one.stop()
+    assert sorted(i for own in found for i in ids(itertools.chain.from_iterable(own))) == [0, 1, 2, 3]
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 25), st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6), st.integers(1, 3))
 def test_replicas_take_every_batch_once_in_order_within_the_bound(length, rounds, prefetch):

@@ -357,6 +357,28 @@ def groups(problem, options, **arguments):
     return {"trees": jax.tree.map(np.ndarray.tolist, trees), "told": told, "measured": info.group_ms > 0}
 
 
+def beside(problem, **arguments):
+    """Rounds whose measurements are exchanged beside their last steps, and a number that becomes infinite in these."""
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), overlap=0.5, **arguments)
+    state, history = trainer.init(problem.params, problem.model_state), jaxche.History()
+    for _ in range(4):
+        state, info = trainer.round(state, problem.data, counts=(4, 3, 3, 3))
+        history.append(info)
+    trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
+    data = [problem.data[i] for i in range(len(problem.data))]
+    data[-1] = {"x": data[-1]["x"] * np.inf, "y": data[-1]["y"]}  # in the last step of the last replica
+    state, info = trainer.round(state, data, counts=(4, 3, 3, 3))
+    try:
+        trainer.round(state, data, counts=(4, 3, 3, 3))
+    except jaxche.NonFiniteLossError as error:
+        failed = [error.rank, (4, 12) in error.batches, bool(np.isfinite(trainer.params(error.state)["w"]).all())]
+    return {
+        "trees": jax.tree.map(np.ndarray.tolist, trees),
+        "history": history.to_json(),
+        "late": [info.sent_after[-1], np.isfinite(info.loss).item(), failed],
+    }
+
+
 def late(problem):
     """An island of two processes that takes four times as long as planned, and a replica in a third process."""
     strategy = jaxche.FullShard()
@@ -506,6 +528,7 @@ def main(what, folder):
     elif what == "groups":
         given = {"groups": "process", "replicas": jaxche.devices()[::2]}
         result = {name: groups(problem, options, **given) for name, options in GROUPS.items()}
+        result["beside"] = beside(problem, replicas=jaxche.devices()[::2])
     elif what == "late":
         result = late(problem)
     elif what == "pipelines":

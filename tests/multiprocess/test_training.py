@@ -128,6 +128,22 @@ def test_replicas_of_a_process_merge_within_rounds_as_in_one_process(program, tm
         for what in ("trees", "told"):
             shown = [np.array(list(_leaves(result[what])), np.float64) for result in (zero[name], here)]
             np.testing.assert_allclose(*shown, rtol=1e-4, atol=1e-5, err_msg=f"{name}, {what}")
+    # Measurements are exchanged beside the last steps of a round, and those of these steps in the next one.
+    found, (history, other) = zero["beside"], [jaxche.History.from_json(p["beside"]["history"]) for p in (zero, one)]
+    assert all(found[name] == one["beside"][name] for name in ("trees", "late"))
+    assert [(a.losses, a.sent_after) for a in history] == [(b.losses, b.sent_after) for b in other]
+    assert all(0 < sent < n for info in history[2:] for sent, n in zip(info.sent_after, info.counts, strict=True))
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), overlap=0.5, replicas=devices[:4])
+    state, again = trainer.replay(trainer.init(problem.params, problem.model_state), problem.data, history)
+    shown = [[list(_leaves(info.losses)) for info in rounds] for rounds in (history, again)]
+    np.testing.assert_allclose(*shown, rtol=1e-4)
+    trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
+    shown = [list(_leaves(trees)), list(_leaves(found["trees"]))]
+    np.testing.assert_allclose(*(np.concatenate([np.ravel(x) for x in one]) for one in shown), rtol=1e-4, atol=1e-5)
+    sent, is_finite, failed = found["late"]
+    assert sent < 3
+    assert is_finite
+    assert failed == [3, True, True]
 
 
 @pytest.mark.slow

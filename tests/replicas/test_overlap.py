@@ -472,9 +472,9 @@ def test_an_early_result_has_the_time_of_all_steps():
         def peek(self, position):
             return [np.zeros((4, 1))] if position == 3 else []
 
-    early, begin = EarlyResult(3), LocalResult(None, 3, 0.0, rows=12)
+    early, begin = EarlyResult(3), LocalResult(None, 3, 60.0, rows=12)
     sums = jnp.ones((1, 2))
-    carry = early.send(Carry(None, None, sums, opt_state=[]), Left(), begin, lambda: 60.0)
+    carry = early.send(Carry(None, None, sums, opt_state=[]), Left(), begin)
     found = early.result()
     assert (found.steps, found.rows, found.wall_ms) == (4, 16, 80.0)
     assert carry.sums.tolist() == [[0.0, 0.0]]
