@@ -34,7 +34,7 @@ class HostColumns(NamedTuple):
     compile_ms: float  # time in which it compiled for batches of other shapes, in neither of these
     prepare_ms: float  # the longest time in which its process has compiled before a round
     last_sync_ms: float  # cost of the merge before this one
-    last_merge_ms: float  # its duration, also of what ran beside steps
+    last_merge_ms: float  # the duration of the last merge, also of what ran beside the steps of this round
     last_exchange_ms: float  # the duration of the last exchange of a table that came before a merge
     failed: float  # FAILED if a step raised an error, BROKEN if what was unsent had a number that is not finite
     stop: float  # the most urgent request to stop

@@ -61,6 +61,8 @@ def host_rows(
     """The numbers that the hosts of these ranks add to the table, ``[ranks, HOST_COLUMNS]``."""
     state, plan = planned.state, planned.plan
     late = [0] * len(ranks) if state.unsent is None else state.unsent.failures
+    # A merge in flight has ended by now.
+    last_merge_ms = state.merge_ms if state.in_flight is None else state.in_flight.duration_ms
     ended = planned.reader.ended(plan, state, sum(result.steps for result in results))
     high, low = plan.digest_halves()
 
@@ -76,7 +78,7 @@ def host_rows(
             compile_ms=result.compile_ms,
             prepare_ms=prepare_ms,
             last_sync_ms=state.sync_ms,
-            last_merge_ms=state.merge_ms,
+            last_merge_ms=last_merge_ms,
             last_exchange_ms=state.exchange_ms,
             failed=failed,
             stop=stop,
@@ -214,7 +216,7 @@ class RoundTimes(NamedTuple):
       sync_ms: the time that its merge added to it.
       hidden_ms: the time that the merge of the round before it took beside its steps.
       exchange_ms: with overlap, the duration of the exchange of its measurements.
-      last_merge_ms: with overlap, the duration of the merge of the round before it, else that of its own; 0 if unknown.
+      last_merge_ms: the duration of its merge; 0 with overlap, because it has just begun.
       merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else None.
       group_ms: the time that the merges within groups added to it.
       clock_ms: the time of all rounds so far, equal in all processes.
@@ -274,7 +276,7 @@ def round_times(
         exchange_ms, sent = fleet.exchange_cost_ms, tuple(map(min, planned.sent_after or table.counts, table.counts))
         sync_ms = waited_ms + exposed_exchange_ms(table.busy_ms, table.counts, sent, exchange_ms)
     sync_ms = max(0.0, sync_ms) if len(table.counts) > 1 else 0.0
-    last_merge_ms = sync_ms if not planned.overlap else in_flight.duration_ms if in_flight else 0.0
+    last_merge_ms = 0.0 if planned.overlap else sync_ms
     group_ms = max(table.busy_ms) - max(table.wall_ms)
     times = RoundTimes(sync_ms, hidden_ms, exchange_ms, last_merge_ms, merge_ms, group_ms)
     return table, times.with_clock(planned.state, table, is_shared)

@@ -36,7 +36,7 @@ class TrainerState:
         the data.
       examples: trained on so far, by all replicas.
       sync_ms: the time that the last merge added to its round, in this process.
-      merge_ms: the duration of the last merge in this process, also of what ran beside steps; 0 if not known.
+      merge_ms: the duration of the last merge in this process; 0 while it is in flight.
       exchange_ms: with ``overlap=``, the duration of the exchange of measurements of the last round in this process.
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
