@@ -195,7 +195,7 @@ class Engine:
     @property
     def can_exchange_early(self) -> bool:
         """Whether the table of a round may be exchanged beside its last steps."""
-        return self.overlaps and not self._group.elastic and self._merge.can_exchange_early
+        return self.overlaps and self._merge.can_exchange_early
 
     @property
     def sent_bytes(self) -> int:
