@@ -194,6 +194,13 @@ class RoundStatistics:
             raise non_finite_error(planned, self.counts, what)
 
 
+def errors_of(planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult]) -> dict[int, Exception]:
+    """The errors of local replicas by rank, of a step in this round or after the table of the last one was sent."""
+    late = planned.state.unsent.failed if planned.state.unsent else [None] * len(results)
+    found = zip(ranks, results, late, strict=True)
+    return {rank: error for rank, result, before in found if (error := result.error or before) is not None}
+
+
 def with_errors(planned: PlannedRound, counts: Sequence[int], unsent: Unsent, ranks: Sequence[int]) -> Unsent:
     """What is unsent, with the errors of the local replicas whose last steps made a number NaN or infinite."""
     what = "the loss, a gradient, a parameter or a state of rank {} became NaN or infinite"

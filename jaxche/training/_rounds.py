@@ -63,7 +63,15 @@ from jaxche.training._plan import (
     time_limit_ms,
 )
 from jaxche.training._preparation import PreparedEngine
-from jaxche.training._round_end import RoundStatistics, advance, host_rows, planned_weights, round_times, with_errors
+from jaxche.training._round_end import (
+    RoundStatistics,
+    advance,
+    errors_of,
+    host_rows,
+    planned_weights,
+    round_times,
+    with_errors,
+)
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
@@ -327,9 +335,7 @@ class Rounds:
         if self._rules.newcomers:  # the others may have waited for their state, which is no time of a merge
             elapsed_ms = 0.0
         table = RoundStatistics(merged.table, engine.columns)
-        before = planned.state.unsent.failed if planned.state.unsent else [None] * len(results)
-        found = [result.error or late for result, late in zip(results, before, strict=True)]
-        errors = {rank: error for rank, error in zip(engine.ranks, found, strict=True) if error}
+        errors = errors_of(planned, engine.ranks, results)
         table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
