@@ -429,7 +429,8 @@ class Trainer(Rounds):
         if settings.wire == "float32":
             advice.append("wire='int4' sends about 1/8 of the bytes")
         can_overlap = self.policy in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) and settings.scaling is None
-        if can_overlap and not settings.overlap and is_long_merge(state.che):
+        shares_batches = self.policy is ApplyPolicy.AUTO or settings.rows == "speed"  # in short rounds
+        if can_overlap and not settings.overlap and (shares_batches or is_long_merge(state.che)):
             advice.append("overlap=0.5 hides up to half a round")
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
 

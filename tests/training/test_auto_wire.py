@@ -158,7 +158,8 @@ def test_advice_names_what_would_make_dear_merges_cheaper(problem, devices):
         (400.0, {"che": short, "wire": "int4"}, overlap),
         (60.0, {"overlap": 0.5}, wire),
         (60.0, {"overlap": 0.5, "wire": "int4"}, ""),
-        (60.0, {"policy": "auto"}, wire),
+        (60.0, {"policy": "auto"}, f"{wire}, {overlap}"),
+        (60.0, {"rows": "speed", "wire": "int4"}, overlap),
         (60.0, {"average": "gradients"}, ""),
         (0.1, {}, ""),
     ]:
