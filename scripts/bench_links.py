@@ -74,7 +74,7 @@ def jobs(links: Sequence[Link], millions: Sequence[float], seeds: Sequence[int])
 
 
 def time_ratio(results: Results, job: Job) -> float | None:
-    """How many times longer a run takes to its loss than free merges; None if a run is missing."""
+    """How many times longer a run takes to its loss than free merges; 0 if these end above it, None without a run."""
     row = results.rows.get(job.key)
     rows = [(1e3 * deadline, results.rows.get(free(deadline, job.seed).key)) for deadline in DEADLINES]
     if row is None or any(one is None for _, one in rows):
@@ -93,7 +93,7 @@ def line(results: Results, head: Sequence[str], runs: Sequence[Job]) -> str:
         merged = [f"{found[0]['merge_ms']:,.0f}", merges] if merges else ["–", "–"]
         cells = [*merged, losses if found[0]["rounds"] else "no merge fits", "–", "missed"]
     if ratios:
-        cells[3] = ", ".join("above 4" if ratio >= 4 else f"{ratio:.2f}" for ratio in ratios)
+        cells[3] = ", ".join("above 4" if one >= 4 else f"{one:.2f}" if one else "below 1" for one in ratios)
         cells[4] = "met" if statistics.mean(ratios) <= GOAL else "missed"
     return f"| {' | '.join(map(str, (*head, *cells)))} |"
 
