@@ -273,8 +273,7 @@ class Replica:
         steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
         try:
             constants, carry = self.begin(local, index, merge_scale, takes)
-            if unsent is not None:
-                carry = with_sums(carry, unsent)
+            carry = with_sums(carry, unsent)
             known = self._programs.marked(local, takes) if takes else local
             clock = _Clock()
             batches = iter(self._padded(feed))
@@ -356,7 +355,7 @@ class Replica:
         carry = self._programs.idle(local, carry)
         for pause in pauses:
             carry, _ = pause.apply(local, carry, 0)
-        return LocalResult(carry if unsent is None else with_sums(carry, unsent), 0, 0.0)
+        return LocalResult(with_sums(carry, unsent), 0, 0.0)
 
     def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.

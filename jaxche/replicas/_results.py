@@ -19,7 +19,7 @@ from jaxche.data import Feed, Key
 from jaxche.replicas._outputs import BatchOutputs
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._schedule_counts import counts_of
-from jaxche.replicas._table import BROKEN, FAILED
+from jaxche.replicas._table import BROKEN, FAILED, Columns
 from jaxche.sharding import batch_size
 
 
@@ -46,16 +46,22 @@ class Unsent(NamedTuple):
     """What the last steps of a round have measured, after its table was sent.
 
     Attributes:
-      sums: with the columns of the loss function, of each replica of this process; the next table adds them.
+      sums: of each replica of this process; the next table adds them, unless they are None.
       errors: of each replica of this process; the next round fails by them.
       broken: for each replica of this process, whether one of its numbers became NaN or infinite.
       batches: of these steps, for each rank.
+      columns: of the sums.
     """
 
     sums: tuple[Any, ...]
     errors: tuple[Exception | None, ...]
     broken: tuple[bool, ...]
     batches: tuple[tuple[Key, ...], ...]
+    columns: Columns
+
+    def for_table(self, columns: Columns) -> Unsent:
+        """The same for a table with these columns, which has no place for the sums of another loss function."""
+        return self if columns == self.columns else self._replace(sums=(None,) * len(self.sums), columns=columns)
 
     @property
     def failures(self) -> list[int]:
@@ -159,16 +165,20 @@ def exchange_early(
 
 
 def with_sums(carry: Carry, sums: Any) -> Carry:
-    """The carry at the begin of a round with the sums that were not sent; those of another loss are left out."""
-    if sums is None or sums.shape != carry.sums.shape:
-        return carry
-    return carry._replace(sums=jnp.copy(sums))  # the steps take it
+    """The carry at the begin of a round with the sums that were not sent, if there are any."""
+    return carry if sums is None else carry._replace(sums=jnp.copy(sums))  # the steps take it
+
+
+def without_sums(carry: Carry, sums: Any) -> Carry:
+    """The carry at the end of that round, with the sums of its own steps alone."""
+    return carry if sums is None else carry._replace(sums=carry.sums - sums)
 
 
 def unsent_of(
     early: Sequence[EarlyResult],
     results: Sequence[LocalResult],
     batches: tuple[tuple[Key, ...], ...],
+    columns: Columns,
     without_steps: Callable[[int], LocalResult],
 ) -> tuple[list[LocalResult], Unsent]:
     """The results of a round for its merge, with all sums, and what the table lacks: ``batches`` of each rank.
@@ -191,7 +201,7 @@ def unsent_of(
         sums.append(last)
         errors.append(error)
         broken.append(is_broken)
-    return kept, Unsent(tuple(sums), tuple(errors), tuple(broken), batches)
+    return kept, Unsent(tuple(sums), tuple(errors), tuple(broken), batches, columns)
 
 
 def _is_finite(carry: Carry) -> bool:

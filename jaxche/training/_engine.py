@@ -56,6 +56,7 @@ from jaxche.replicas import (
     unsent_of,
     with_previous_gradient,
     without_replica_axis,
+    without_sums,
 )
 from jaxche.sharding import batch_size, nbytes
 from jaxche.training._checks import check_whole_batches
@@ -451,7 +452,7 @@ class Engine:
         if not early:
             return results, None
         last = tuple(planned.batches(rank)[n:] for rank, n in enumerate(planned.sent_after))
-        return unsent_of(early, results, last, without_steps)
+        return unsent_of(early, results, last, self.columns, without_steps)
 
     def _pauses(self, planned: PlannedRound) -> list[list[Correction | GroupPause]]:
         """Where each local replica pauses in a round: for the merge in flight, and to merge with its group."""
@@ -499,7 +500,7 @@ class Engine:
         carries = [result.carry for result in results]
         if planned.state.unsent is not None:  # sums of the round before, which are no weights of this one
             sums = zip(carries, planned.state.unsent.sums, strict=True)
-            carries = [carry._replace(sums=carry.sums - before) for carry, before in sums]
+            carries = [without_sums(carry, before) for carry, before in sums]
         return self._merge.start(self._fitted(planned.starts), carries, rows, wall_ms, cost_ms)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:

@@ -370,6 +370,8 @@ class Rounds:
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepared_plan(reader, state, data, end, given)
+        if state.unsent is not None:
+            state = replace(state, unsent=state.unsent.for_table(engine.columns))
         overlapped = overlapped_steps(state, plan, given, self._settings.overlap)
         group_merges = given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1)
         is_early = engine.can_exchange_early and group_merges == 1 and not given.keeps

@@ -455,6 +455,28 @@ def test_a_replica_without_steps_has_no_weight_by_what_was_unsent(make, data, sa
     same(after.merged().local_states, other.merged().local_states)
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["other columns", "as many columns"])
+def test_what_was_unsent_is_left_out_of_the_table_of_another_loss(make, data, weighted):
+    def told(w, batch):
+        loss = loss_fn(w, batch)
+        return loss, {"loss": loss}
+
+    def other(w, batch):
+        loss = loss_fn(w, batch)
+        return jaxche.Weighted(2 * loss, 2.0) if weighted else loss
+
+    first, then = (make(fleet=EXCHANGE, loss=loss, che=jaxche.ElChe(2, 3, tuner="progress")) for loss in (told, other))
+    state = first.init(jnp.zeros(3))
+    for _ in range(4):
+        state, _ = first.round(state, data)
+    assert state.unsent is not None
+    given = GivenRound((4, 2), sent_after=())
+    wanted, info = then._round(replace(state, unsent=None), data, given=given)
+    after, found = then._round(state, data, given=given)
+    assert (found.losses, found.loss_weight) == (info.losses, info.loss_weight)
+    np.testing.assert_array_equal(then.params(after), then.params(wanted))
+
+
 def test_streams_are_read_before_their_last_steps(make, data):
     """With at most one batch ready for each replica, which wait for each other."""
     source = jaxche.Stream(lambda epoch: (data[i] for i in range(len(data))), prefetch=1)
