@@ -202,7 +202,8 @@ class CheckpointManager(Hook):
         self._append(info)
         if self._is_due(run, info) or info.stop or run.is_done:
             with self._writer.unless_lost("begun"):
-                run.state = run.state.merged()  # a resumed run continues from there, and so does this one
+                # A resumed run continues from there, and so does this one.
+                run.state = self._trainer._settled(run.state)
                 self._save(run.state)
         return False
 

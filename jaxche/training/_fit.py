@@ -208,9 +208,7 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
                 if membership:
                     state = membership.after_round(state)
                 if info.stop or run.end.is_reached(state):
-                    state = state.merged()
-                    if state.unsent is not None:
-                        raise state.unsent.error
+                    state = trainer._settled(state)
             except PeerLostError as error:
                 if membership is None:
                     raise

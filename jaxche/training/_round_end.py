@@ -67,7 +67,7 @@ def host_rows(
     high, low = plan.digest_halves()
 
     def row(rank: int, result: LocalResult, late: int) -> HostColumns:
-        failed = FAILED if result.error is not None else late
+        failed = late or (FAILED if result.error is not None else 0)
         # The count is a weight of the merge; after an error nothing is merged.
         steps = plan.counts[rank] if failed else result.steps
         return HostColumns(
@@ -195,10 +195,13 @@ class RoundStatistics:
 
 
 def errors_of(planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult]) -> dict[int, Exception]:
-    """The errors of local replicas by rank, of a step in this round or after the table of the last one was sent."""
+    """The errors of local replicas by rank: after the table of the last round was sent, which come first, or in this.
+
+    After a step that failed, a stream may be at another place: what came first is the reason.
+    """
     late = planned.state.unsent.failed if planned.state.unsent else [None] * len(results)
     found = zip(ranks, results, late, strict=True)
-    return {rank: error for rank, result, before in found if (error := result.error or before) is not None}
+    return {rank: error for rank, result, before in found if (error := before or result.error) is not None}
 
 
 def with_errors(planned: PlannedRound, counts: Sequence[int], unsent: Unsent, ranks: Sequence[int]) -> Unsent:

@@ -234,6 +234,20 @@ class Rounds:
         self.check_state(state, "trainer.round")
         return self._round(state, data, given=GivenRound(counts))
 
+    def _settled(self, state: TrainerState) -> TrainerState:
+        """The state that a round has returned, after its merge; all processes call this together.
+
+        Raises:
+          Exception: the error of a replica that failed after its table was sent; in other processes a RankError.
+          PeerLostError: the merge failed.
+        """
+        merged = state.merged()
+        if state.unsent is not None:
+            errors = zip(self._engine.ranks, state.unsent.errors, strict=True)
+            rank, error = next(((rank, error) for rank, error in errors if error is not None), (0, None))
+            self._group.raise_everywhere(error, rank, f"round {state.round - 1}")
+        return merged
+
     def check_state(self, state: Any, call: str) -> None:
         """Refuse a value that is not a state of this trainer, and a ``call`` within a trace or a context of JAX."""
         check_untraced(call)
@@ -476,7 +490,7 @@ class Rounds:
             return state
         if choice is not None and (engine is not self._local_engine or choice.before_ms):
             return state  # the measured merges are, or include, those of exact sync
-        state = state.merged()  # a merge in flight has collectives, too
+        state = self._settled(state)  # a merge in flight has collectives, too
         engine.use_wire("int4", state.local_states)
         coded_ms = engine.merge_ms(state.local_states)
         wire = choose_wire(che, coded_ms)

@@ -358,7 +358,7 @@ class Trainer(Rounds):
                 state = replace(state, choice=replace(state.choice, policy=ApplyPolicy(info.policy)))
             state, info = self._round(state, data, given=GivenRound.of(info))
             again.append(info)
-        return state.merged(), again
+        return self._settled(state), again
 
     @short_traceback
     @jax.transfer_guard("allow")

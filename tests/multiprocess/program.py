@@ -368,6 +368,7 @@ def beside(problem, **arguments):
     data = [problem.data[i] for i in range(len(problem.data))]
     data[-1] = {"x": data[-1]["x"] * np.inf, "y": data[-1]["y"]}  # in the last step of the last replica
     state, info = trainer.round(state, data, counts=(4, 3, 3, 3))
+    ended = name_of_error(lambda: trainer._settled(state))  # as at the end of a fit
     try:
         trainer.round(state, data, counts=(4, 3, 3, 3))
     except jaxche.NonFiniteLossError as error:
@@ -376,6 +377,7 @@ def beside(problem, **arguments):
         "trees": jax.tree.map(np.ndarray.tolist, trees),
         "history": history.to_json(),
         "late": [info.sent_after[-1], np.isfinite(info.loss).item(), failed],
+        "ended": ended,
     }
 
 

@@ -144,6 +144,9 @@ def test_replicas_of_a_process_merge_within_rounds_as_in_one_process(program, tm
     assert sent < 3
     assert is_finite
     assert failed == [3, True, True]
+    kind, message = found["ended"]
+    assert (kind, one["beside"]["ended"][0]) == ("RankError", "NonFiniteLossError")
+    assert message.startswith("rank 3 failed in round 4 with NonFiniteLossError")
 
 
 @pytest.mark.slow

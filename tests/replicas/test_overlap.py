@@ -375,6 +375,17 @@ def test_numbers_that_become_infinite_after_the_table_was_sent_are_found(exchang
     assert np.isfinite(one.params(caught.value.state)).all()
 
 
+def refuse(x):
+    if not np.isfinite(x).all():
+        raise ValueError("not this batch")
+    return np.float32(0)
+
+
+def refusing_loss(w, batch):
+    told = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(batch["x"]))
+    return loss_fn(w, batch) + told
+
+
 @pytest.fixture
 def with_peers(exchanged, monkeypatch):
     """The trainer as in a run of several processes, and the state before its last round, with that round."""
@@ -419,16 +430,7 @@ def test_the_last_round_of_a_fit_fails_by_what_came_after_its_table(with_peers, 
 
 
 def test_a_step_that_fails_after_the_table_was_sent_fails_the_next_round(make, data, monkeypatch):
-    def refuse(x):
-        if not np.isfinite(x).all():
-            raise ValueError("not this batch")
-        return np.float32(0)
-
-    def loss(w, batch):
-        told = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(batch["x"]))
-        return loss_fn(w, batch) + told
-
-    one, infos = make(fleet=EXCHANGE, loss=loss), []
+    one, infos = make(fleet=EXCHANGE, loss=refusing_loss), []
     states = [one.init(jnp.zeros(3))]
     for _ in range(4):
         state, info = one.round(states[-1], data)
@@ -453,6 +455,39 @@ def test_a_replica_without_steps_has_no_weight_by_what_was_unsent(make, data, sa
     assert min(float(np.asarray(sums)[0, 0]) for sums in state.unsent.sums) > 0
     (after, _), (other, _) = (one.round(each, data, (4, 0)) for each in (state, replace(state, unsent=None)))
     same(after.merged().local_states, other.merged().local_states)
+
+
+def test_a_stream_that_was_left_hides_no_step_that_failed_before(make, data, monkeypatch):
+    """Batches of a generator that were read ahead are lost when a step fails."""
+    one = make(fleet=EXCHANGE, loss=refusing_loss)
+
+    def read(bad):
+        batches = spoilt(data, bad)
+        stream, state, infos = jaxche.Stream(batch for batch in batches), one.init(jnp.zeros(3)), []
+        for _ in range(4):
+            state, info = one.round(state, stream)
+            infos.append(info)
+        return stream, state, infos
+
+    _, _, infos = read(None)
+    assert all(sent < n for sent, n in zip(infos[-1].sent_after, infos[-1].counts, strict=True))
+    monkeypatch.setattr(one, "_has_peers", True)
+    stream, state, _ = read(sum(sum(info.counts) for info in infos) - 1)
+    assert FAILED in state.unsent.failures
+    with pytest.raises(Exception, match="not this batch"):
+        one.round(state, stream)
+
+
+def test_no_checkpoint_is_without_the_steps_of_a_replica_that_failed(with_peers, data, tmp_path):
+    """A run that is resumed from it would never take them."""
+    one, before, info = with_peers
+    bad = info.cursor + info.counts[0] + info.sent_after[1]
+    save = {"checkpoints": tmp_path, "checkpoint_every": jaxche.Every(steps=1)}
+    with pytest.raises(jaxche.NonFiniteLossError, match="rank 1 became"):
+        one.fit(before, spoilt(data, bad), epochs=1, progress=False, **save)
+    assert not [path for path in tmp_path.iterdir() if path.name.isdecimal()]
+    state, _ = one.fit(before, data, max_time=1e-3, progress=False, **save)
+    assert [path for path in tmp_path.iterdir() if path.name == str(state.round)]
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["other columns", "as many columns"])
