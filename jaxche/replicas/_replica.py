@@ -283,12 +283,14 @@ class Replica:
                 return LocalResult(carry, steps, wall_ms, compile_ms=1e3 * clock.compiled_s, divided=divided, rows=rows)
 
             while True:
-                if early is not None and steps == early.after and not early.is_sent and isinstance(feed, Feed):
+                is_due = early is not None and steps == early.after and not early.is_sent
+                if is_due:
                     jax.block_until_ready(carry.sums)
-                    carry = early.send(carry, feed, so_far(carry, 1e3 * clock.seconds))
                 is_sent = early is not None and early.is_sent
-                # A late replica leaves the next batch to later rounds, so it does not take it.
+                # A late replica leaves the next batch to later rounds, so it does not take it, nor does it send it.
                 is_over = steps and not is_sent and is_late(clock, steps)
+                if early is not None and is_due and not is_over and isinstance(feed, Feed):
+                    carry = early.send(carry, feed, so_far(carry, 1e3 * clock.seconds))
                 batch = _NO_BATCH if is_over else next(batches, _NO_BATCH)
                 while pauses and (batch is _NO_BATCH or steps >= pauses[0].after):
                     carry, waited_s = pauses.pop(0).apply(local, carry, steps)

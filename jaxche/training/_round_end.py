@@ -195,13 +195,15 @@ class RoundStatistics:
 
 
 def errors_of(planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult]) -> dict[int, Exception]:
-    """The errors of local replicas by rank: after the table of the last round was sent, which come first, or in this.
+    """The errors of local replicas by rank; first those of steps after the table of the round before was sent.
 
-    After a step that failed, a stream may be at another place: what came first is the reason.
+    What came first is the reason: after a step that failed, a stream may be at another place.
     """
-    late = planned.state.unsent.failed if planned.state.unsent else [None] * len(results)
-    found = zip(ranks, results, late, strict=True)
-    return {rank: error for rank, result, before in found if (error := before or result.error) is not None}
+    late = planned.state.unsent.failed if planned.state.unsent else []
+    errors: dict[int, Exception] = {}
+    for found in (late, [result.error for result in results]):
+        errors |= {rank: error for rank, error in zip(ranks, found, strict=False) if error and rank not in errors}
+    return errors
 
 
 def with_errors(planned: PlannedRound, counts: Sequence[int], unsent: Unsent, ranks: Sequence[int]) -> Unsent:

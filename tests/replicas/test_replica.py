@@ -14,6 +14,7 @@ from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import Carry, LocalPrograms, LocalState
 from jaxche.replicas._replica import Replica
+from jaxche.replicas._results import EarlyResult
 from jaxche.replicas._table import Columns
 from jaxche.training import PaceError
 
@@ -103,6 +104,15 @@ def test_the_wait_for_a_merge_is_no_time_of_steps(make, monkeypatch):
     result = replica.run(local, batches(), 0, pauses=[Wait()])
     assert result.error is None
     assert (result.steps, result.wall_ms) == (3, 250.0)
+
+
+def test_a_late_replica_does_not_send_the_steps_that_it_leaves(make):
+    replica, local = make()
+    batches = [np.ones(4, np.float32)] * 4
+    for limit_ms, steps in ((1e-9, 1), (None, 4)):
+        feed, early = Feed(SequenceReader(batches), [(Piece((0, i)),) for i in range(4)]), EarlyResult(1)
+        result = replica.run(local, feed, 0, time_limit_ms=limit_ms, early=early)
+        assert (result.error, result.steps, early.is_sent) == (None, steps, steps == 4)
 
 
 def test_few_steps_are_in_flight_at_once():
