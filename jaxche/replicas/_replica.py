@@ -273,7 +273,8 @@ class Replica:
         steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
         try:
             constants, carry = self.begin(local, index, merge_scale, takes)
-            carry = with_sums(carry, unsent)
+            if unsent is not None:
+                carry = with_sums(carry, unsent)
             known = self._programs.marked(local, takes) if takes else local
             clock = _Clock()
             batches = iter(self._padded(feed))
