@@ -281,7 +281,7 @@ def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
 
     # The second half of a round hides an exchange: one of 20 ms in full, one of 150 ms but for 5 % of the round.
     assert MergeCost(100.0, 0.5, 20.0).least_round_ms(0.05) == pytest.approx(100 / 0.55)
-    for cost in (MergeCost(100.0, 0.5, 150.0), MergeCost(100.0, 0.25, 50.0), MergeCost(100.0, 0.5, 90.0)):
+    for cost in (MergeCost(100.0, 0.5, 150.0), MergeCost(100.0, 0.25, 50.0), MergeCost(100.0, 0.5, 100.0)):
         least = cost.least_round_ms(0.05)
         assert cost.added_ms(least) == pytest.approx(0.05 * least)
     for _ in range(4):
