@@ -144,7 +144,8 @@ class Membership:
         checkpoint of another number of replicas. It raises RuntimeError if the members refuse it, and SystemExit with
         code 0 if the fit has ended.
         """
-        trainer, engine, group, state = self._trainer, self._trainer._engine, self._group, run.state
+        trainer, engine, group = self._trainer, self._trainer._engine, self._group
+        state = replace(run.state, in_flight=None, unsent=None)  # those of others, in which it was taken for dead
         own = [engine.order[rank] for rank in engine.ranks]
         self._arrange(own, state.local_states)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)

@@ -452,9 +452,12 @@ def test_a_merge_that_fails_while_all_live_costs_a_round_and_nobody(program, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["PAUSE20 unsaved", "PAUSE20 unsaved zero"])
-def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd, what):
-    code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True)
+@pytest.mark.parametrize(
+    ("what", "rules"),
+    [("PAUSE20 unsaved", "plain"), ("PAUSE20 unsaved zero", "plain"), ("PAUSE20 unsaved", "overlapped")],
+)
+def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd, what, rules):
+    code, results = run(tmp_path / "run", what, 3, processes=3, rules=rules, elastic=True)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
