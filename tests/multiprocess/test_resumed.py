@@ -463,9 +463,10 @@ def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(pr
     zero = results[0]
     assert results == [zero, zero, zero]
     worlds = [len(counts) for _, _, _, counts, _ in zero["rounds"]]
-    two = worlds.count(2)
-    assert worlds == [3] * 4 + [2] * two + [3] * (len(worlds) - 4 - two)
-    assert two
+    two, first = worlds.count(2), worlds.index(2)
+    # With overlap the merge of the round before may have been in flight, which then is dropped too.
+    assert first in ((4,) if rules == "plain" else (3, 4))
+    assert worlds == [3] * first + [2] * two + [3] * (len(worlds) - first - two)
     assert worlds[-1] == 3
     assert read(zero["rounds"]) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
 
