@@ -320,7 +320,7 @@ class SequenceReader:
         keeps: bool = False,
         ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each of the local ranks, which read ``ahead`` before they take."""
+        """Start to read a round: one feed for each local rank; ``ahead`` batches are seen before they are taken."""
         return self.start([plan.steps(rank)[: done[rank]] for rank in ranks])
 
     def share(self, plan: RoundPlan, state: Any, rank: int) -> tuple[Key, ...]:

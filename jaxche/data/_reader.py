@@ -77,7 +77,7 @@ class Reader(Protocol):
         keeps: bool = False,
         ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each of the local ranks, which read ``ahead`` before they take."""
+        """Start to read a round: one feed for each local rank; ``ahead`` batches are seen before they are taken."""
         ...
 
     def share(self, plan: RoundPlan, state: DataState, rank: int) -> tuple[Key, ...]:

@@ -93,7 +93,7 @@ class StreamReader:
         keeps: bool = False,
         ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each of the local ranks, which read ``ahead`` before they take."""
+        """Start to read a round: one feed for each local rank; ``ahead`` batches are seen before they are taken."""
         steps = self.steps(plan, state)
         streams = self._streams(plan)
         total = plan.joined or sum(n for n, stream in zip(done, streams, strict=True) if stream == self._own)

@@ -134,8 +134,8 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
     if stream := saved["stream"]:
         states = tuple(map(from_json, stream["states"]))
         state = replace(state, stream=StreamPosition(_tuples(stream["taken"]), _tuples(stream["ended"]), states))
-    own = {name: _tuples(saved[name]) for name in _FIELDS if name in saved}
-    return replace(state, che=che, correction=correction, **own)
+    fields = {name: _tuples(saved[name]) for name in _FIELDS if name in saved}
+    return replace(state, che=che, correction=correction, **fields)
 
 
 def _tuples(value: Any) -> Any:
