@@ -1,14 +1,15 @@
-"""The choice of ``policy="auto"``: exact sync or rounds of local steps, and on which replicas."""
+"""The choice of ``policy="auto"``: exact sync or rounds of local steps, on which replicas, and how they merge."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from enum import IntEnum
 from statistics import median_low
 from typing import Any
 
 from jaxche.cadence._elche import TUNERS, ElChe
-from jaxche.cadence._options import Costs, Option, alone_batches, options
+from jaxche.cadence._options import LocalCosts, Option, alone_batches, options
 from jaxche.cadence._round_plan import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares
 from jaxche.cadence._shared_steps import more_steps
@@ -25,9 +26,20 @@ _TRIED, _TRIED_LONG, _LONG = 4, 2, 32
 # Rounds of exact sync after which they are tried again, at first and at most; the number doubles. Replicas move fastest
 # in the first rounds of a run.
 _PATIENCE, _MOST_PATIENCE = 32, 512
+# The time of an exchange of measurements before it is measured, relative to a merge, which takes more trips over the
+# network.
+_EXCHANGE = 0.5
 # After so many rounds of exact sync the choice is made every so many rounds: a round is one update, and with many
 # replicas a choice takes milliseconds.
 _UPDATES = 16
+
+
+class Kind(IntEnum):
+    """The kinds of merges, which take different times: they send other trees, in other programs."""
+
+    SYNC = 0
+    WAITING = 1
+    BESIDE = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,8 +54,10 @@ class Choice:
       reason: why, in one line.
       since: the round of the choice.
       given_up: how often local steps were given up.
-      merge_ratio: time of a merge of local steps relative to that of exact sync, as measured at the last change.
+      overlap: the part of a round of local steps that runs beside the merge of the round before it.
+      merge_scales: relative times of a merge of each :class:`Kind`, as measured at changes; 0 if not measured.
       before_ms: time of a merge before the last change, until the merges after it are measured; then 0.
+      before: the kind of that merge.
       since_ms: the clock at the last change of the policy or of ``joined``.
       compiled: policy and ``joined`` of each choice so far, because their programs are compiled.
     """
@@ -54,8 +68,10 @@ class Choice:
     reason: str = "not measured yet: exact sync"
     since: int = 0
     given_up: int = 0
-    merge_ratio: float = 1.0
+    overlap: float = 0.0
+    merge_scales: tuple[float, ...] = (0.0, 0.0, 0.0)
     before_ms: float = 0.0
+    before: Kind = Kind.SYNC
     since_ms: float = 0.0
     compiled: tuple[tuple[str, int], ...] = ()
 
@@ -63,6 +79,13 @@ class Choice:
     def is_local(self) -> bool:
         """Whether replicas take local steps."""
         return self.policy is ApplyPolicy.CADENCE
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of its merges."""
+        if not self.is_local:
+            return Kind.SYNC
+        return Kind.BESIDE if self.overlap else Kind.WAITING
 
     @property
     def patience(self) -> int:
@@ -74,7 +97,8 @@ class Choice:
         unit = "an update" if self.policy is ApplyPolicy.SYNC else "a step"
         joined = f", {self.joined} batches {unit}" if self.joined else ""
         part = f", {sum(self.active)} of {len(self.active)} replicas" if self.active else ""
-        return f"Choice(policy {self.policy.value!r} since round {self.since}{joined}{part})"
+        beside = f", overlap {self.overlap:g}" if self.overlap else ""
+        return f"Choice(policy {self.policy.value!r} since round {self.since}{joined}{part}{beside})"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name."""
@@ -94,22 +118,37 @@ class Choice:
         return self.is_local or rounds <= _UPDATES or rounds % _UPDATES == 0
 
     def compared(self, sync_samples: Sequence[float], round: int) -> Choice:
-        """The choice with the relative time of merges, once all samples are of merges since the last change."""
+        """The choice with the relative time of its merges, once all samples are of merges since the last change."""
         if not self.before_ms or round - self.since < _TRIED:
             return self
-        ratio = median_low(sync_samples) / self.before_ms
-        return replace(self, merge_ratio=ratio if self.is_local else 1 / ratio, before_ms=0.0)
+        scales, known = self._scales, list(self.merge_scales)
+        known[self.before] = scales[self.before]
+        known[self.kind] = scales[self.before] * median_low(sync_samples) / self.before_ms
+        return replace(self, merge_scales=tuple(known), before_ms=0.0)
 
-    def merges_ms(self, sync_samples: Sequence[float]) -> tuple[float, float]:
-        """The times of a merge of exact sync and of one of local steps.
+    @property
+    def _scales(self) -> tuple[float, float, float]:
+        """The relative times of merges; one of a kind that was not measured takes as long as one of the most alike."""
+        sync, waiting, beside = self.merge_scales
+        return sync or waiting or beside or 1.0, waiting or beside or sync or 1.0, beside or waiting or sync or 1.0
 
-        One of them is measured, and the other follows by their ratio: they send other trees, and possibly codes.
-        """
+    def merges_ms(self, sync_samples: Sequence[float]) -> tuple[float, float, float]:
+        """The times of a merge of each kind: one of them is measured, the others follow by their relative times."""
         # Until all samples are of merges since the change, the one before it counts.
-        measured_ms = self.before_ms or median_low(sync_samples)
-        if self.is_local != bool(self.before_ms):
-            return measured_ms / self.merge_ratio, measured_ms
-        return measured_ms, measured_ms * self.merge_ratio
+        kind = self.before if self.before_ms else self.kind
+        unit_ms = (self.before_ms or median_low(sync_samples)) / self._scales[kind]
+        sync, waiting, beside = self._scales
+        return unit_ms * sync, unit_ms * waiting, unit_ms * beside
+
+    def local_costs(self, che: ElChe, overlaps: Sequence[float]) -> list[MergeCost]:
+        """What a merge of local steps costs, for each of these parts of a round beside it."""
+        times, found = self.merges_ms(che.sync_samples), []
+        for overlap in overlaps:
+            kind, exchanges = Kind.BESIDE if overlap else Kind.WAITING, che.exchange_samples
+            if not exchanges and self.kind is not kind and not self.merge_scales[kind]:
+                exchanges = (_EXCHANGE * times[kind],)  # not measured
+            found.append(MergeCost.of((times[kind],), exchanges, overlap))
+        return found
 
     def gives_way_to(self, best: Option, same: Option, clock_ms: float, compile_ms: float) -> bool:
         """Whether the best option is clearly better than ``same``, which is this choice, and worth its compilation.
@@ -123,17 +162,32 @@ class Choice:
 
     def with_local_ms(self, sync_samples: Sequence[float], local_ms: float) -> Choice:
         """The choice where a merge of local steps takes another time from now on, with another wire."""
-        return replace(self, merge_ratio=local_ms / self.merges_ms(sync_samples)[0])
+        scales, known = self._scales, list(self.merge_scales)
+        known[Kind.SYNC] = scales[Kind.SYNC]
+        known[self.kind] = scales[self.kind]
+        for kind in (Kind.WAITING, Kind.BESIDE):
+            known[kind] *= local_ms / median_low(sync_samples)
+        return replace(self, merge_scales=tuple(known))
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
         """The choice from the result of ``to_dict``."""
-        tuples = {"active": tuple(saved["active"]), "compiled": tuple(map(tuple, saved.get("compiled", ())))}
-        return cls(**{**saved, **tuples, "policy": ApplyPolicy(saved["policy"])})
+        found: dict[str, Any] = {one.name: saved[one.name] for one in fields(cls) if one.name in saved}
+        found |= {name: tuple(found[name]) for name in ("active", "merge_scales") if name in found}
+        found |= {"compiled": tuple(map(tuple, found.get("compiled", ()))), "before": Kind(found.get("before", 0))}
+        found["policy"] = ApplyPolicy(found["policy"])
+        return cls(**found)
 
 
 def choose(
-    now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1, clock_ms: float = 0.0
+    now: Choice,
+    shares: RowShares,
+    che: ElChe,
+    batch_rows: int,
+    round: int,
+    unit: int = 1,
+    clock_ms: float = 0.0,
+    overlaps: Sequence[float] = (0.0,),
 ) -> Choice:
     """The choice after a round; ``now`` is kept unless another choice has clearly more expected progress.
 
@@ -141,34 +195,36 @@ def choose(
 
     Under exact sync it is made after each of the first 16 updates, then after every 16th. Only rounds of local steps
     measure how fast replicas move apart. After many rounds of exact sync the measurement is discarded, so that local
-    steps are tried again. Rows are shared in multiples of ``unit``.
+    steps are tried again. Rows are shared in multiples of ``unit``, and ``overlaps`` are the parts of a round that may
+    run beside a merge of local steps.
     """
     if not shares.is_measured or len(che.sync_samples) < 2 or not now.has_lasted(che, round):
         return now
     now = now.compared(che.sync_samples, round)
     if not now.is_due(round):
         return now
-    found = _expected(now, shares, che, batch_rows, round, unit)
+    found = _expected(now, shares, che, batch_rows, round, unit, overlaps)
     best = _best(now, found, shares.compile_ms, clock_ms)
-    is_sync, (sync_ms, local_ms) = best.policy is ApplyPolicy.SYNC, now.merges_ms(che.sync_samples)
-    changed = (best.policy, best.active) != (now.policy, now.active)
+    after = replace(now, policy=best.policy, joined=best.joined, active=best.active, overlap=best.overlap)
+    times, is_sync = now.merges_ms(che.sync_samples), not after.is_local
+    changed = (after.policy, after.active, after.overlap) != (now.policy, now.active, now.overlap)
     changed |= not is_sync and bool(best.joined) != bool(now.joined)
     is_kept = (best.policy, best.joined) == (now.policy, now.joined)
+    if after.kind is not now.kind:
+        after = replace(after, before_ms=times[now.kind], before=now.kind)
     return replace(
-        now,
-        policy=best.policy,
-        joined=best.joined,
-        active=best.active,
-        reason=_reason(best, found, sync_ms if is_sync else local_ms),
+        after,
+        reason=_reason(best, found, times[after.kind]),
         since=round if changed or round - now.since >= now.patience else now.since,
         given_up=now.given_up + (now.is_local and is_sync),
-        before_ms=now.before_ms if best.policy is now.policy else (local_ms if now.is_local else sync_ms),
         since_ms=now.since_ms if is_kept else clock_ms,
         compiled=tuple(dict.fromkeys((*now.compiled, (best.policy.value, best.joined)))),
     )
 
 
-def _expected(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int) -> list[Option]:
+def _expected(
+    now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int, overlaps: Sequence[float]
+) -> list[Option]:
     """All options, with the progress that is expected from the measurements so far."""
     fast = min(ms for ms in che.ms_per_batch if ms)
     cuts, shared = shares.cuts(batch_rows, unit), 0
@@ -180,16 +236,16 @@ def _expected(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round
         more = more_steps(1 / (fixed + slope * batch_rows), shared)
     is_known = che.travel_samples and (now.is_local or round - now.since < now.patience)
     tau_ms = more * (half_life_ms(median_low(che.travel_samples), fast, more) if is_known else _USUAL * fast)
-    sync_ms, local_ms = now.merges_ms(che.sync_samples)
-    local = MergeCost.of((local_ms,), che.exchange_samples, che.overlap)
-    return options(shares, cuts, batch_rows, Costs(sync_ms, local, tau_ms), shared)
+    sync_ms, *_ = now.merges_ms(che.sync_samples)
+    locals = [LocalCosts(cost, tau_ms) for cost in now.local_costs(che, overlaps)]
+    return options(shares, cuts, batch_rows, sync_ms, locals, shared)
 
 
 def _best(now: Choice, found: Sequence[Option], compile_ms: float, clock_ms: float) -> Option:
     """The option with the most expected progress, or that of the present choice if none is clearly better."""
     best = max(found, key=lambda one: one.progress)
-    chosen = (now.policy, now.joined, now.active)
-    same = next((one for one in found if (one.policy, one.joined, one.active) == chosen), None)
+    chosen = (now.policy, now.joined, now.active, now.overlap)
+    same = next((one for one in found if (one.policy, one.joined, one.active, one.overlap) == chosen), None)
     leaves_some_out = now.is_local and not now.active and best.policy is now.policy and best.active
     if same is None or leaves_some_out or now.gives_way_to(best, same, clock_ms, compile_ms):
         return best
@@ -205,7 +261,8 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
     ms = [che.ms_per_batch[rank] for rank in active]
     wanted = [max(1, round(che.round_ms / one)) for one in ms]
     if len(active) == 1:
-        wanted = [alone_batches(median_low(che.sync_samples), ms[0])]
+        cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
+        wanted = [alone_batches(cost, ms[0])]
     tried = [rank for rank, is_due in enumerate(due) if is_due and not choice.active[rank]]
     found = dict(zip(active + tried, clamp_counts(wanted + [1] * len(tried), left), strict=True))
     return tuple(found.get(rank, 0) for rank in range(len(choice.active)))
@@ -213,10 +270,11 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
 
 def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
     """The choice and its rivals in one line."""
-    rivals = {
-        policy.value: max(one.progress for one in found if one.policy is policy and not one.active)
-        for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE)
-    }
+    rivals: dict[str, float] = {}
+    for one in found:
+        if not one.active:
+            name = one.policy.value + f" with overlap={one.overlap:g}" * bool(one.overlap)
+            rivals[name] = max(one.progress, rivals.get(name, 0.0))
     if best.policy is ApplyPolicy.SYNC:
         what = f"exact sync of {best.joined} batches in {best.round_ms:.3g} ms"
     elif sum(best.active) == 1:
@@ -225,8 +283,9 @@ def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
         what = f"local steps{' that share batches' * bool(best.joined)} in rounds of {best.round_ms:.3g} ms"
     idle = [rank for rank, active in enumerate(best.active) if not active]
     others = ", ".join(f"{name} {progress:.2f}" for name, progress in rivals.items())
+    beside = f" beside the first {best.overlap:.0%} of the next round" if best.overlap else ""
     out = f"; ranks {idle} would add nothing: leave them out, or give them evaluation" if idle else ""
     return (
-        f"{what} and {sync_ms:.3g} ms to merge: {best.rate:.0%} of the summed speed, {best.progress:.2f} times the "
-        f"progress of the fastest alone ({others}){out}"
+        f"{what} and {sync_ms:.3g} ms to merge{beside}: {best.rate:.0%} of the summed speed, {best.progress:.2f} times "
+        f"the progress of the fastest alone ({others}){out}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ class Option:
       progress: in steps of the fastest replica alone.
       rate: the share of the summed speeds.
       round_ms: the length of a round without its merge.
+      overlap: the part of a round that runs beside the merge of the round before it.
     """
 
     policy: ApplyPolicy
@@ -41,32 +42,38 @@ class Option:
     progress: float
     rate: float
     round_ms: float
+    overlap: float = 0.0
 
 
-class Costs(NamedTuple):
-    """What the ways to use the replicas cost, in milliseconds.
+class LocalCosts(NamedTuple):
+    """What local steps cost.
 
     Attributes:
-      sync_ms: a merge of exact sync.
-      local: a merge of local steps.
+      merge: a merge of them.
       tau_ms: round length τ at which local steps on whole batches make half of their progress.
     """
 
-    sync_ms: float
-    local: MergeCost
+    merge: MergeCost
     tau_ms: float
 
     def rate(self, round_ms: float) -> float:
         """The share of the time in which replicas take local steps on whole batches, T / (T + C)."""
-        return round_ms / (round_ms + self.local.added_ms(round_ms))
+        return round_ms / (round_ms + self.merge.added_ms(round_ms))
 
     def worth(self, round_ms: float, tau_ms: float) -> float:
         """The progress of local steps beside merges, relative to steps that wait for them, 0.92 / (1 + f T / τ)."""
-        overlap = self.local.overlap
+        overlap = self.merge.overlap
         return _BESIDE / (1 + overlap * round_ms / tau_ms) if overlap else 1.0
 
 
-def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: Costs, shared: int = 0) -> list[Option]:
+def options(
+    shares: RowShares,
+    cuts: Mapping[int, Cut],
+    batch_rows: int,
+    sync_ms: float,
+    locals: Sequence[LocalCosts],
+    shared: int = 0,
+) -> list[Option]:
     """All ways to use these replicas, with their progress.
 
     sync:     k^0.75 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
@@ -77,17 +84,28 @@ def options(shares: RowShares, cuts: Mapping[int, Cut], batch_rows: int, costs: 
     D = 0.92 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
     Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
     batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are then an option if they
-    make more progress than all on whole batches. ``cuts`` are those of :meth:`RowShares.cuts`, and ``shared`` is the
-    number of batches that local steps share, 0 if they are on whole batches.
+    make more progress than all on whole batches.
+
+    Args:
+      shares: the measured speeds.
+      cuts: those of :meth:`RowShares.cuts`.
+      batch_rows: rows of a whole batch.
+      sync_ms: the time of a merge of exact sync.
+      locals: what local steps cost, for each way to merge them.
+      shared: the number of batches that local steps share, 0 if they are on whole batches.
     """
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
-    found, whole = _sync_options(ms, cuts, costs.sync_ms), _whole_options(ms, costs)
-    if not shared:
-        return found + whole
-    found.append(_shared_option(ms, cuts[shared], shared, costs))
-    best = max(whole, key=lambda one: one.progress)
-    return [*found, best] if best.active else found
+    found = _sync_options(ms, cuts, sync_ms)
+    for costs in locals:
+        whole = _whole_options(ms, costs)
+        if not shared:
+            found += whole
+            continue
+        found.append(_shared_option(ms, cuts[shared], shared, costs))
+        best = max(whole, key=lambda one: one.progress)
+        found += [best] if best.active else []
+    return found
 
 
 def _sync_options(ms: np.ndarray, cuts: Mapping[int, Cut], sync_ms: float) -> list[Option]:
@@ -105,41 +123,43 @@ def _sync_options(ms: np.ndarray, cuts: Mapping[int, Cut], sync_ms: float) -> li
     ]
 
 
-def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: Costs) -> Option:
+def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: LocalCosts) -> Option:
     """Local steps that share batches, in rounds of their best length."""
     speed, fast, (rows, wall) = 1 / ms, float(ms.min()), cut
     alike, tau = effective_ranks(rows), costs.tau_ms / more_steps(speed, shared)
-    number = max(1, round(best_shared_ms(costs.local, tau, alike) / wall))
-    number = best_shared_steps(number, costs.local, tau, alike, wall)
+    merge = costs.merge
+    number = max(1, round(best_shared_ms(merge, tau, alike) / wall))
+    number = best_shared_steps(number, merge, tau, alike, wall)
     length = number * wall
-    rate = shared / wall * length / (length + costs.local.added_to([length], [number]))
+    rate = shared / wall * length / (length + merge.added_to([length], [number]))
     worth = shared ** (_AT_ONCE - 1) * shared_worth(length, tau, alike) * costs.worth(length, tau)
-    return Option(ApplyPolicy.CADENCE, shared, (), rate * worth * fast, rate / speed.sum(), length)
+    return Option(ApplyPolicy.CADENCE, shared, (), rate * worth * fast, rate / speed.sum(), length, merge.overlap)
 
 
-def _whole_options(ms: np.ndarray, costs: Costs) -> list[Option]:
+def _whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
     """Local steps on whole batches, by the fastest replica, by the two fastest, and so on to all."""
     speed, world, fast = 1 / ms, len(ms), float(ms.min())
     order = np.argsort(ms, kind="stable")
-    place, tau = np.argsort(order), costs.tau_ms
+    place, (merge, tau) = np.argsort(order), costs
     found = []
     for m in range(1, world + 1):
         v, active = speed[order[:m]], tuple((place < m).tolist())
         if m == 1:
-            length, worth = alone_batches(costs.local.ms, fast) * fast, 1.0
+            length, worth = alone_batches(merge, fast) * fast, 1.0
         else:
-            length = max(best_round_ms(costs.local, tau), fast)
+            length = max(best_round_ms(merge, tau), fast)
             worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / tau) * costs.worth(length, tau)
         rate = float(v.sum()) * costs.rate(length)
         active = active if m < world else ()
-        found.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
+        progress = rate * worth * fast
+        found.append(Option(ApplyPolicy.CADENCE, 0, active, progress, rate / speed.sum(), length, merge.overlap))
     return found
 
 
-def alone_batches(sync_ms: float, fast_ms: float) -> int:
-    """Batches between the merges of a replica that trains alone; the merges take at most 1 % of the time.
+def alone_batches(merge: MergeCost, fast_ms: float) -> int:
+    """Batches between the merges of a replica that trains alone; the merges add at most 1 % to their time.
 
     The choice is made again after each of them, so they are few: at the start of a run replicas move fast, and soon the
     others are worth having.
     """
-    return max(20, math.ceil(100 * sync_ms / fast_ms))
+    return max(20, math.ceil(merge.least_round_ms(0.01) / fast_ms))

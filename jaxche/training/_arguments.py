@@ -19,7 +19,9 @@ from jaxche.scaling import ScalingRule
 from jaxche.sharding import Device, NoShard, ShardingStrategy
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
+    MOST_OVERLAP,
     Averaging,
+    can_overlap,
     check_auto,
     check_auto_wire,
     check_fleet,
@@ -69,7 +71,7 @@ class Arguments:
     max_rows: int | Sequence[int] | None
     outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None
     wire: str
-    overlap: float
+    overlap: float | None
     groups: str | Sequence[Sequence[int]] | None
     group_merges: int | None
 
@@ -78,7 +80,7 @@ class Arguments:
         check_joined()
         group, policy = process_group(), ApplyPolicy(self.policy)
         seed = whole_number("seed", self.seed, -(2**63), "seed=0", 2**63 - 1)
-        overlap = checked_overlap(self.overlap)
+        overlap = checked_overlap(0.0 if self.overlap is None else self.overlap)
         averaging = self._averaging(policy, overlap)
         staged = averaging.staged
         check_auto_wire(self.wire, self.che, isinstance(group, ElasticGroup), self.fleet)
@@ -89,6 +91,9 @@ class Arguments:
             averaging = averaging._replace(average="parameters")
         check_fleet(self.fleet, world_size, group.num_processes, self.pace_ms)
         check_overlap(overlap, averaging, placements, self.fleet is not None)
+        overlaps = (overlap,)
+        if self.overlap is None and policy is ApplyPolicy.AUTO and self._may_overlap(averaging, placements):
+            overlaps = (0.0, MOST_OVERLAP)
         groups = checked_groups(self.groups, self.group_merges, averaging, placements)
         if che is not None:
             che = replace(che, overlap=overlap, half_life=groups.half_life(world_size))
@@ -116,6 +121,7 @@ class Arguments:
             host=merges_on_host("host" if overlap else self.backend, placements, group.elastic),
             wire=self.wire if world_size > 1 else "float32",
             overlap=overlap,
+            overlaps=overlaps,
             groups=groups,
             fleet=self.fleet,
             che=che,
@@ -148,6 +154,12 @@ class Arguments:
         check_scaling(self.scaling, self.base_batch_size, opt_state)
         check_wire(self.wire, averaging)
         return averaging
+
+    def _may_overlap(self, averaging: Averaging, placements: Sequence[Any]) -> bool:
+        """Whether ``policy="auto"`` may run merges beside steps, with moments that stay with their replica."""
+        if len(placements) == 1 or self.opt_state not in ("auto", "local") or process_group().elastic:
+            return False
+        return can_overlap(averaging, placements, self.fleet is not None)
 
     def _placements(self) -> Sequence[Any]:
         """The placements of the replicas of all processes."""
@@ -187,7 +199,7 @@ class Arguments:
             "strategy": repr(settings.loss_fn.protocol if settings.staged else settings.strategy),
             "backend": "host" if settings.host else "device",
             "wire": self.wire,
-            "overlap": str(settings.overlap),
+            "overlap": str(settings.overlap) if len(settings.overlaps) == 1 else "auto",
             "groups": f"{settings.groups.ranks}, group_merges={self.group_merges}",
             "rows": f"{settings.rows}, {settings.joined} batches joined, max_rows={self.max_rows}",
             "scaling": rule_text(self.scaling),

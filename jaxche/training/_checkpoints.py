@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import jax
@@ -39,6 +40,9 @@ _OF_ARGUMENTS = {
     "noise": ("a run with another scaling=", "scaling="),
     "outer_state": ("a run with another outer=", "outer="),
 }
+# Seconds between checkpoints where rounds are short, by default. With overlap at least so many merges are between them,
+# because a save waits for the merge before it.
+_PAUSE_S, _MERGES = 1.0, 20
 # Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
 
@@ -50,10 +54,10 @@ class Checkpoints:
     A checkpoint has the merged parameters and model state, the optimizer state of every replica and of ``outer``, noise
     and progress, the cadence, and the position in the data. A save copies the arrays and writes them while training
     continues; the next save waits for it. So a failure loses at most the current round and the one before, and with
-    ``durable`` the current round only; under exact sync it loses by default the updates of about a second. A file that
-    is damaged later loses one checkpoint more. Unfinished checkpoints are ignored. In a run of several processes all of
-    them write into one shared folder. A save without space on the disk leaves its checkpoint out, with a warning;
-    ``fit`` raises OSError if it is the last one.
+    ``durable`` the current round only; under exact sync, and with merges beside steps, it loses by default the training
+    of about a second or more, see ``every``. A file that is damaged later loses one checkpoint more. Unfinished
+    checkpoints are ignored. In a run of several processes all of them write into one shared folder. A save without
+    space on the disk leaves its checkpoint out, with a warning; ``fit`` raises OSError if it is the last one.
 
     With the same number of replicas, training continues bit for bit. With another number, each replica starts from the
     mean of the saved optimizer states (values other than floats: those of the first replica), and the cadence measures
@@ -67,8 +71,9 @@ class Checkpoints:
     Args:
       folder: for the checkpoints of one run.
       every: rounds between checkpoints, unless ``fit(checkpoint_every=)`` is given. By default 1, but once a second (on
-        the clock of the run) under exact sync, where a round is one update. The last round, and one in which a stop is
-        requested, is always saved.
+        the clock of the run) under exact sync, where a round is one update, and where merges run beside steps, because
+        a checkpoint waits for them; then at most once in the time of 20 merges. The last round, and one in which a stop
+        is requested, is always saved.
       keep: number of newest checkpoints to keep.
       durable: whether training waits until each checkpoint is written. Not for elastic runs, where processes may die.
 
@@ -187,8 +192,8 @@ class CheckpointManager(Hook):
         self._writer.open()
         run.history = self._log.truncate(run.state.round)
         self._logged = run.history[-1] if run.history else None
-        each = self._every is None and self._config.every in (None, 1)
-        if self._trainer._engine.overlaps and each and self._group.is_first:
+        run.settles = self._every is None and self._config.every == 1
+        if self._trainer._engine.overlaps and run.settles and self._group.is_first:
             _log.warning(
                 "a checkpoint waits for the merge before it, so with one after every round overlap= hides nothing; "
                 "write trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))"
@@ -212,8 +217,11 @@ class CheckpointManager(Hook):
             return run.is_due(self._every)
         if self._config.every is not None:
             return run.state.round % self._config.every == 0
+        if info.overlap:  # a save waits for the merge
+            merges_ms = run.state.che.sync_samples if run.state.che else ()
+            return run.is_due(Every(seconds=max(_PAUSE_S, _MERGES * median_low(merges_ms or [0.0]) / 1e3)))
         # A save takes a hundred times as long as a short update.
-        return info.policy != ApplyPolicy.SYNC or run.is_due(Every(seconds=1))
+        return info.policy != ApplyPolicy.SYNC or run.is_due(Every(seconds=_PAUSE_S))
 
     def on_end(self, run: Run) -> None:
         self._append_last(run)
@@ -366,17 +374,22 @@ class Restore:
     def _state_dict(self, meta: Mapping[str, Any], state: TrainerState) -> StateDict:
         """The state dict for a checkpoint, with a previous gradient if the checkpoint has one."""
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
-        engine = self._trainer._engine
-        return engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
+        found = []
+        for engine in self._trainer._local_engines:
+            local_states = engine.with_previous_gradient(state.local_states, compares)
+            found.append(engine.state_dict(local_states, restores=True))
+        return next((one for one in found if _has_residual_of(meta, one)), found[0])
 
     def _rows(self, meta: Mapping[str, Any], state: TrainerState) -> dict[str, int]:
         """The rows of the saved trees, without a residual of other shapes, as with another ``opt_state=``."""
-        rows = meta["rows"]
-        wanted = leaf_shapes(self._state_dict(meta, state).abstract_trees(rows))
-        same = all(
-            wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
-        )
-        return rows if same else {name: count for name, count in rows.items() if name != "residual"}
+        same = _has_residual_of(meta, self._state_dict(meta, state))
+        return {name: count for name, count in meta["rows"].items() if same or name != "residual"}
+
+
+def _has_residual_of(meta: Mapping[str, Any], state_dict: StateDict) -> bool:
+    """Whether a checkpoint has residuals of these shapes, or none."""
+    wanted, saved = leaf_shapes(state_dict.abstract_trees(meta["rows"])), meta["leaves"]
+    return all(wanted.get(path) == saved.get(path) for path in {*wanted, *saved} if _is_residual(path))
 
 
 def _is_residual(path: str) -> bool:

@@ -96,7 +96,9 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, fleet: Any) -> 
         raise ValueError(f"wire='auto' {what}; write wire='int4', or leave it out")
 
 
-def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, groups: Sequence[int] = ()) -> None:
+def check_recorded(
+    history: Sequence[RoundInfo], wire: str, overlaps: Sequence[float], groups: Sequence[int] = ()
+) -> None:
     """Refuse recorded rounds whose merges a trainer with these arguments would not make again.
 
     Updates of exact sync have neither wire nor overlap.
@@ -111,9 +113,9 @@ def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, grou
                 "write jaxche.Trainer(..., groups=...) with those groups"
             )
         recorded = {"wire": "auto" if len(wires) > 1 else info.wire, "overlap": info.overlap} if info.wire else {}
-        for name, own in (("wire", wire), ("overlap", overlap)):
+        for name, own, others in (("wire", wire, AUTO_WIRES * (wire == "auto")), ("overlap", overlaps[0], overlaps)):
             value = recorded.get(name, own)
-            if value != own and not (name == "wire" and own == "auto" and value in AUTO_WIRES):
+            if value != own and value not in others:
                 raise ValueError(
                     f"history was recorded with {name}={value!r} in round {info.round}, and this trainer has "
                     f"{name}={own!r}; a replay makes the recorded merges again: write "
@@ -184,9 +186,14 @@ def check_auto(given: Mapping[str, Any], staged: bool) -> None:
         )
 
 
+# The largest part of a round beside a merge: later corrections make training unstable.
+MOST_OVERLAP = 0.5
+
+
 def checked_overlap(overlap: Any) -> float:
     """The part of a round that runs beside a merge."""
-    if isinstance(overlap, bool) or not isinstance(overlap, int | float | np.floating) or not 0 <= overlap <= 0.5:
+    is_number = isinstance(overlap, int | float | np.floating) and not isinstance(overlap, bool)
+    if not is_number or not 0 <= overlap <= MOST_OVERLAP:
         raise ValueError(
             f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
             "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
@@ -222,14 +229,26 @@ def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[Bat
             f"overlap={overlap} is for replicas of one device: the steps of sharded replicas and of stages have "
             "collectives of their own, and two in flight can deadlock; leave overlap= out"
         )
-    own = [d for placement in placements for d in placement.devices.flat if d.process_index == jax.process_index()]
-    free = [device for device in jax.local_devices(backend="cpu") if device not in own]
-    if not virtual and jax.process_count() > 1 and len(free) < len(own):
-        raise ValueError(
-            f"overlap={overlap} merges on CPU devices that no replica trains on, and this process has {len(free)} of "
-            f"them for {len(own)} replicas; write jax.config.update('jax_num_cpu_devices', {2 * len(own)}) before "
-            f"jaxche.initialize(), and replicas=jax.devices()[::2]"
-        )
+    busy = {device for placement in placements for device in placement.devices.flat}
+    for process in range(jax.process_count()) if jax.process_count() > 1 and not virtual else ():
+        own = sum(device.process_index == process for device in busy)
+        free = sum(device.process_index == process and device not in busy for device in jax.devices("cpu"))
+        if free < own:
+            raise ValueError(
+                f"overlap={overlap} merges on CPU devices that no replica trains on, and process {process} has {free} "
+                f"of them for {own} replicas; write jax.config.update('jax_num_cpu_devices', {2 * own}) before "
+                f"jaxche.initialize(), and replicas=jax.devices()[::2]"
+            )
+
+
+def can_overlap(averaging: Averaging, placements: Sequence[BatchPlacement], virtual: bool) -> bool:
+    """Whether merges can run beside steps, if moments stay with their replica; the same in all processes."""
+    try:
+        jax.devices("cpu")
+        check_overlap(MOST_OVERLAP, averaging._replace(opt_state="local"), placements, virtual)
+    except (RuntimeError, ValueError):  # the first one if JAX has no CPU devices
+        return False
+    return True
 
 
 def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size: int, staged: bool) -> tuple[str, int]:

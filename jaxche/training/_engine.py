@@ -53,6 +53,7 @@ from jaxche.replicas import (
     is_local,
     is_random_key,
     spans_processes,
+    stepped_params,
     unsent_of,
     with_previous_gradient,
     without_replica_axis,
@@ -146,6 +147,7 @@ class Engine:
         self._row_limits: dict[int, float] = {}
         self._form: Any = None  # of the state that was last checked
         self._opt_states_differ: bool | None = None
+        self._keeps_opt_state: bool | None = None
         self._cut: Any = ()  # how the batches of the last round were joined and divided
         self.compile_ms = 0.0  # the longest compilation before a round
         self._pool = Threads(len(self.ranks), thread_name_prefix="jaxche-replica")
@@ -180,6 +182,16 @@ class Engine:
         return ReplicaMesh(self._group, self._placements, self._settings.host, idle)
 
     @property
+    def overlap(self) -> float:
+        """The part of a round that runs beside the merge of the round before it."""
+        return self._settings.overlap if self.overlaps else 0.0
+
+    def settle(self) -> None:
+        """Wait for a merge in flight, also for one of a state that was dropped."""
+        for merge in self._merges.values() if self.overlaps else ():
+            merge.wait()
+
+    @property
     def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
         """The processes of each rank that takes part now."""
         return [self._settings.processes_of_ranks[one] for one in self.order]
@@ -203,12 +215,15 @@ class Engine:
         """The bytes that each replica sends in a merge, once it is compiled."""
         return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
 
-    def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
-        """The state of these replicas, to save or to send to an admitted process."""
+    def state_dict(self, local_states: Sequence[LocalState], restores: bool = False) -> StateDict:
+        """The state of these replicas, to save or to send to an admitted process.
+
+        One that ``restores`` a checkpoint also takes the optimizer states of merges beside steps.
+        """
         self._set_layout(without_replica_axis(local_states[0].params))
-        differ = self.opt_states_differ(local_states[0])
+        differ = self.opt_states_differ(local_states[0]) or (restores and any(self._settings.overlaps))
         own = ("model_state", "opt_state", "residual") if differ else ("model_state", "residual")
-        return StateDict(self._replica_mesh, own, self.world_size, self._fitted(local_states))
+        return StateDict(self._replica_mesh, own, self.world_size, self.fitted(local_states))
 
     def opt_states_differ(self, local: LocalState) -> bool:
         """Whether merges leave each replica an optimizer state of its own, or a part of one."""
@@ -223,6 +238,12 @@ class Engine:
             self._opt_states_differ = differ and not is_empty and self.average != "gradients"
         return self._opt_states_differ
 
+    def keeps_opt_state(self, local: LocalState) -> bool:
+        """Whether each replica may keep its own optimizer state, in which no step follows from parameters."""
+        if self._keeps_opt_state is None:
+            self._keeps_opt_state = not stepped_params(self._settings.tx, without_replica_axis(local.params))
+        return self._keeps_opt_state
+
     def with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
         """The local states with the mean of the optimizer states of all replicas."""
         self._set_layout(without_replica_axis(local_states[0].params))
@@ -231,7 +252,7 @@ class Engine:
             mean = state_dict.pooled()["opt_state"]
             return jax.block_until_ready(state_dict.load({"opt_state": mean}, {}))
 
-    def _fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
+    def fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
         """The local states with residuals for this number of replicas."""
         if self._settings.wire == "float32":
             return tuple(local_states)
@@ -480,7 +501,7 @@ class Engine:
         """
         carries, in_flight = [result.carry for result in results], planned.state.in_flight
         if not self.overlaps:
-            return self._merge(self._fitted(planned.starts), carries, rows(results), planned.given.donates)
+            return self._merge(self.fitted(planned.starts), carries, rows(results), planned.given.donates)
         if planned.sent_after:
             exchanged = self._merge.exchanged_early()
         else:
@@ -501,7 +522,7 @@ class Engine:
         if planned.state.unsent is not None:  # sums of the round before, which are no weights of this one
             sums = zip(carries, planned.state.unsent.sums, strict=True)
             carries = [without_sums(carry, before) for carry, before in sums]
-        return self._merge.start(self._fitted(planned.starts), carries, rows, wall_ms, cost_ms)
+        return self._merge.start(self.fitted(planned.starts), carries, rows, wall_ms, cost_ms)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""
@@ -549,6 +570,6 @@ class Engine:
         return bool(self._replicas)
 
     @property
-    def compilations(self) -> int:
-        """The number of batch shapes that steps were compiled for, over all local replicas."""
-        return sum(replica.compilations for replica in self._replicas)
+    def replicas(self) -> Sequence[Replica]:
+        """The replicas of this process; none before they are compiled."""
+        return self._replicas

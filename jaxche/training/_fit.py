@@ -116,7 +116,8 @@ def fit(
         ``jax.jit`` does: devices then hold the optimizer's state once, not three times. Do not use that state again,
         nor those that callbacks were given in earlier rounds. An error within a round leaves no state, so save
         checkpoints. Ctrl-C interrupts after the round. Rounds keep their state, and only the given one is freed, in
-        elastic runs, with ``overlap=``, and with :class:`~jaxche.AdamScale` on several replicas.
+        elastic runs, with ``overlap=``, and with :class:`~jaxche.AdamScale` on several replicas. ``policy="auto"``
+        runs no merges beside steps then, unless ``overlap=`` is given.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state
@@ -204,7 +205,8 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
             try:
                 if membership:
                     membership.admit(run)
-                state, info = trainer._round(run.state, run.data, run.end, GivenRound(donates=run.donates))
+                given = GivenRound(donates=run.donates, settles=run.settles)
+                state, info = trainer._round(run.state, run.data, run.end, given)
                 if membership:
                     state = membership.after_round(state)
                 if info.stop or run.end.is_reached(state):

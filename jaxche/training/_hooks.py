@@ -41,6 +41,7 @@ class Run:
     # The state before the last round, which may have failed on another process; kept in elastic runs.
     previous: TrainerState | None = None
     donates: bool = False  # whether rounds take the arrays of the state
+    settles: bool = False  # whether what follows each round waits for its merge
     is_lost: bool = False  # whether a failed round has taken them
     hooks: Sequence[Hook] = ()  # in the order of their calls
     before: Reached = field(init=False)  # how far the run was before the last round

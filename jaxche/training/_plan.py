@@ -110,6 +110,7 @@ class GivenRound(NamedTuple):
       group_merges: the merges of the round, those within groups included; None for those that the state plans.
       keeps: whether its batches stay ready, for another round on them.
       donates: whether it takes the arrays of the state before it, which is not kept then.
+      settles: whether what follows it waits for its merge, as a checkpoint does.
     """
 
     counts: Sequence[int] | None = None
@@ -121,6 +122,7 @@ class GivenRound(NamedTuple):
     group_merges: int | None = None
     keeps: bool = False
     donates: bool = False
+    settles: bool = False
 
     @classmethod
     def of(cls, info: RoundInfo) -> GivenRound:
@@ -395,10 +397,12 @@ def next_shares(
     batch_size: int,
     max_rows: Sequence[float],
     compile_ms: float,
+    overlaps: Sequence[float] = (0.0,),
 ) -> TrainerState:
     """The state with the shares of the rows that follow from the times of the round, and with the choice.
 
-    ``max_rows`` are the most rows of a step of each replica; ``compile_ms`` is the longest compilation so far.
+    ``max_rows`` are the most rows of a step of each replica; ``compile_ms`` is the longest compilation so far, and
+    ``overlaps`` are the parts of a round that may run beside a merge of local steps.
     """
     shares, che, choice = state.row_shares, state.che, state.choice
     if che is None:
@@ -406,7 +410,7 @@ def next_shares(
     shares = shares.report(info.counts, info.rows, info.wall_ms, compile_ms)
     unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))
     if choice is not None:
-        choice = choose(choice, shares, che, batch_size, info.round, unit, state.clock_ms)
+        choice = choose(choice, shares, che, batch_size, info.round, unit, state.clock_ms, overlaps)
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
             che = replace(che, travel_samples=())
     state = replace(state, choice=choice, che=che)

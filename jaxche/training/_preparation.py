@@ -55,7 +55,12 @@ class PreparedEngine(Engine):
     """An engine that places its replicas, compiles their programs once, and makes the merge again when they change."""
 
     _merge_type: Any = Merge  # of several replicas
+    _twin: PreparedEngine | None = None  # with the same steps, and other merges
     _own_resources: Sequence[tuple[int, dict[str, int], float]] = ()  # of the local replicas, once they are compiled
+
+    def share_steps(self, twin: PreparedEngine) -> None:
+        """Use the replicas of another engine, which has the same steps; that of the two which is prepared first."""
+        self._twin, twin._twin = twin, self
 
     def placement(self, params: Any, model_state: Any, opt_state: Any) -> tuple[LocalState, ...]:
         """Put the same parameters and states on every local replica."""
@@ -169,7 +174,7 @@ class PreparedEngine(Engine):
     def _nothing_to_merge(self, local_states: Sequence[LocalState], takes: Sequence[str] = ()) -> tuple[Any, ...]:
         """The arguments of a merge that changes nothing."""
         carries = [r.idle(local, takes).carry for r, local in zip(self._replicas, local_states, strict=True)]
-        return self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS)))
+        return self.fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS)))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         """Make the local replicas and the merge; returns the constants of the loss."""
@@ -190,7 +195,7 @@ class PreparedEngine(Engine):
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
         self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
         solo = len(self._settings.placements) == 1
-        unpacked = solo or self._settings.overlap or self._settings.wire != "float32"
+        unpacked = solo or any(self._settings.overlaps) or self._settings.wire != "float32"
         packed = {} if unpacked else self._rules.packings(self._replica_mesh, local)
         made: list[LocalPrograms] = []
 
@@ -212,7 +217,11 @@ class PreparedEngine(Engine):
             )
             return made[-1]
 
-        self._set_replicas(programs)
+        twin = self._twin
+        if twin is not None and twin.is_prepared and (twin._shapes, twin.columns) == (self._shapes, self.columns):
+            self._replicas = list(twin._replicas)
+        else:
+            self._set_replicas(programs)
         self._set_merge(self._make_merge(local))
         return code.consts
 

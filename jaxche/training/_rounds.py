@@ -114,10 +114,16 @@ class Rounds:
         self._solo_steps = SOLO_ROUND if is_short else None
         self._readers = readers = Readers(settings)
         engine = (StagedEngine if settings.staged else PreparedEngine)(settings, readers)
-        self._engine = self._local_engine = engine
+        self._engine = self._local_engine = self._beside_engine = engine
         self._engines = [engine]
+        if len(settings.overlaps) > 1:  # local steps that merge beside those of the next round
+            beside = replace(settings, overlap=max(settings.overlaps), opt_state="local", host=True)
+            self._beside_engine = PreparedEngine(beside, readers)
+            self._beside_engine.share_steps(engine)
+            self._engines.append(self._beside_engine)
+        self._local_engines = tuple(self._engines)
         if settings.chooses:  # the programs of exact sync beside those of local steps
-            sync = replace(settings, average="gradients", merge="steps", overlap=0.0)
+            sync = replace(settings, average="gradients", merge="steps", overlap=0.0, overlaps=(0.0,))
             self._sync_engine = PreparedEngine(sync, readers)
             self._engines.append(self._sync_engine)
         self._metric_programs: list[Any] = []  # of the last evaluations
@@ -302,7 +308,8 @@ class Rounds:
 
         Other counts never compile again.
         """
-        return sum(engine.compilations for engine in self._engines)
+        replicas = {replica for engine in self._engines for replica in engine.replicas}  # two engines may share them
+        return sum(replica.compilations for replica in replicas)
 
     @property
     def _rules(self) -> PlanRules:
@@ -372,21 +379,28 @@ class Rounds:
 
     def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
         """The next round, with its programs compiled."""
-        state = self._with_own_choices(state)
+        state, before = self._with_own_choices(state, given), self._engine
         self._set_programs(state)
         engine = self._engine
         reader = engine.reader(data)
-        if state.in_flight is not None and not engine.overlaps:  # the state of another trainer
+        if state.in_flight is not None and not engine.overlaps:  # as after another choice
             state = state.merged()
-        if state.opt_states_differ and engine.average == "gradients":  # else each would update its own parameters
+        if engine is not before:
+            before.settle()  # one program with collectives is in flight at a time
+        # Of merges beside steps, or of another trainer: each would update its own parameters, or keep its own counts.
+        if state.opt_states_differ and not engine.opt_states_differ(state.local_states[0]):
             local_states = engine.with_mean_opt_state(state.local_states)
             state = replace(state, local_states=local_states, opt_states_differ=False)
+        if state.che is not None and state.che.overlap != engine.overlap:
+            state = replace(state, che=replace(state.che, overlap=engine.overlap))
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepared_plan(reader, state, data, end, given)
+        if self._settings.wire != "float32":
+            state = replace(state, local_states=engine.fitted(state.local_states))
         if state.unsent is not None:
             state = replace(state, unsent=state.unsent.for_table(engine.columns))
-        overlapped = overlapped_steps(state, plan, given, self._settings.overlap)
+        overlapped = overlapped_steps(state, plan, given, engine.overlap)
         group_merges = given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1)
         is_early = engine.can_exchange_early and group_merges == 1 and not given.keeps
         is_limited = given.counts is None and self._settings.fleet is None and reader.has_time_limit
@@ -400,7 +414,7 @@ class Rounds:
             wire=engine.wire,
             scale=self._merge_scale(plan),
             time_limit_ms=time_limit_ms(state.che, plan) if is_limited else None,
-            overlap=self._settings.overlap if engine.overlaps else 0.0,
+            overlap=engine.overlap,
             overlapped=overlapped,
             sent_after=steps_sent(state, plan, given, end, overlapped, engine.batch_size) if is_early else (),
             groups=engine.groups,
@@ -408,10 +422,20 @@ class Rounds:
             opt_states_differ=engine.opt_states_differ(state.local_states[0]),
         )
 
-    def _with_own_choices(self, state: TrainerState) -> TrainerState:
+    def _overlaps(self, state: TrainerState, given: GivenRound = _PLANNED) -> tuple[float, ...]:
+        """The parts of a round that may run beside a merge of local steps, among which ``"auto"`` chooses."""
+        overlaps = self._settings.overlaps
+        if len(overlaps) == 1:
+            return overlaps
+        is_free = not (given.donates or given.settles) and self._engine.keeps_opt_state(state.local_states[0])
+        return overlaps if is_free else overlaps[:1]
+
+    def _with_own_choices(self, state: TrainerState, given: GivenRound = _PLANNED) -> TrainerState:
         """The state without the choices of a trainer with other arguments, and with those that this one makes."""
         first = self._first_choice
         choice = first and (state.choice or first)
+        if choice is not None and choice.is_local and choice.overlap not in (overlaps := self._overlaps(state, given)):
+            choice = replace(choice, overlap=overlaps[0])
         wire = (state.wire or WireChoice()) if self._settings.wire == "auto" and self.world_size > 1 else None
         shares = state.row_shares if self._settings.rows == "speed" else RowShares()
         if (choice, wire, shares) == (state.choice, state.wire, state.row_shares):
@@ -421,9 +445,11 @@ class Rounds:
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
         if self._settings.chooses:
-            is_sync = self._rules.policy_of(state) is ApplyPolicy.SYNC
-            self._engine = self._sync_engine if is_sync else self._local_engine
-        if state.wire is not None and self._engine is self._local_engine:
+            is_beside = state.choice is not None and state.choice.overlap
+            self._engine = self._beside_engine if is_beside else self._local_engine
+            if self._rules.policy_of(state) is ApplyPolicy.SYNC:
+                self._engine = self._sync_engine
+        if state.wire is not None and self._engine.average == "parameters":
             self._engine.use_wire(state.wire.wire, state.local_states)
 
     def _prepared_plan(
@@ -488,7 +514,7 @@ class Rounds:
         wire, che, choice, engine = state.wire, state.che, state.choice, self._engine
         if given.done is not None or wire is None or wire.reason or che is None or merge_share(che) < DEAR:
             return state
-        if choice is not None and (engine is not self._local_engine or choice.before_ms):
+        if choice is not None and (engine.average != "parameters" or choice.before_ms):
             return state  # the measured merges are, or include, those of exact sync
         state = self._settled(state)  # a merge in flight has collectives, too
         engine.use_wire("int4", state.local_states)
@@ -496,9 +522,10 @@ class Rounds:
         wire = choose_wire(che, coded_ms)
         if self._group.is_first:
             _log.info("%s", wire.reason)
-        if choice is not None and wire.wire == "int4":
-            choice = choice.with_local_ms(che.sync_samples, coded_ms)
-        return replace(state, wire=wire, choice=choice)
+        if wire.wire == "int4":
+            choice = choice and choice.with_local_ms(che.sync_samples, coded_ms)
+            che = replace(che, sync_samples=(coded_ms,) * len(che.sync_samples))  # those in float32 are of the past
+        return replace(state, wire=wire, choice=choice, che=che)
 
     def _with_shares(
         self, state: TrainerState, planned: PlannedRound, info: RoundInfo, table: RoundStatistics
@@ -509,7 +536,8 @@ class Rounds:
         if table.is_divided:
             state = replace(state, row_shares=replace(state.row_shares, shapes_differ=True))
         compile_ms = table.prepare_ms if self._settings.fleet is None else 0.0
-        return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows, compile_ms)
+        engine, overlaps = self._engine, self._overlaps(state, planned.given)
+        return next_shares(state, info, self._rules, engine.batch_size, engine.max_rows, compile_ms, overlaps)
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""

@@ -39,6 +39,7 @@ class Settings:
     host: bool  # merge on CPU devices
     wire: str
     overlap: float
+    overlaps: tuple[float, ...]  # from which policy="auto" chooses for its local steps
     groups: Groups
     fleet: VirtualFleet | None
     che: ElChe | None  # of the first round; None for a single replica
@@ -62,9 +63,10 @@ class Settings:
         """What ``policy="auto"`` begins with; None under other policies."""
         if not self.chooses:
             return None
-        if self.wire in ("float32", "auto") and not self.overlap:
+        if self.wire in ("float32", "auto") and 0.0 in self.overlaps:
             return Choice()
-        return Choice(ApplyPolicy.CADENCE, reason="not measured yet: local steps, which have the given wire or overlap")
+        reason = "not measured yet: local steps, which have the given wire or overlap"
+        return Choice(ApplyPolicy.CADENCE, overlap=max(self.overlaps), reason=reason)
 
     @property
     def extra_args(self) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class Trainer(Rounds):
         ``"auto"`` is the rule that measured best, ``"steps"``.
       opt_state: what a merge does with each replica's optimizer state: ``"average"`` (default, where parameters are
         averaged) takes the weighted mean of its moments and of their counts, ``"local"`` keeps it, ``"reset"``
-        initializes the moments again. Schedules and random keys continue in all three cases. With
-        ``overlap=`` it is ``"local"``.
+        initializes the moments again. Schedules and random keys continue in all three cases. Where merges run beside
+        steps it is ``"local"``.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an *island*). ``"process"``: all
         devices of a process are one replica, whose step is one program, as of ``jit`` over a mesh, and cuts each batch
@@ -116,11 +116,11 @@ class Trainer(Rounds):
         or ``"int4"``, with one scale for each 128 numbers. Later merges send what rounding leaves of the changes; what
         it leaves of the optimizer's moments stays with the replica. ``"auto"``: ``"float32"`` until merges take 5 % of
         the time, then ``"int4"`` if a merge is measured to be faster. See ``docs/slow_links.md``.
-      overlap: the part of a round that a replica takes while the merge of the round before runs, from 0 (default: wait
-        for each merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i`
-        its parameters at the end of that round. It is for merges of several hundred milliseconds. Moments stay with
-        their replica (``opt_state="local"``), and merges run on CPU devices that no replica trains on. What reads
-        the state waits for the merge: an evaluation, a checkpoint, :meth:`params`, the end of a fit.
+      overlap: the part of a round that a replica takes while the merge of the round before runs, from 0 (wait for each
+        merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i` its
+        parameters at the end of that round. Moments stay with their replica (``opt_state="local"``), and merges run
+        on CPU devices that no replica trains on. What reads the state waits for the merge: an evaluation, a checkpoint,
+        :meth:`params`, the end of a fit. By default 0, but under ``auto`` 0 or 0.5, whichever promises more progress.
       groups: replicas that merge among themselves several times within a round, because what is between them is faster
         than the link to the others: ``"process"``, those of each process, or lists of ranks, each list of one process.
         Parameters, statistics and, with ``opt_state="average"``, moments take the mean by steps. The merge at the end
@@ -189,7 +189,7 @@ class Trainer(Rounds):
         max_rows: int | Sequence[int] | None = None,
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
         wire: str = "float32",
-        overlap: float = 0.0,
+        overlap: float | None = None,
         groups: str | Sequence[Sequence[int]] | None = None,
         group_merges: int | None = None,
     ):
@@ -342,7 +342,7 @@ class Trainer(Rounds):
                 )
         if self.world_size > 1:
             groups = self._engine.groups.numbers(self.world_size)
-            check_recorded(history, self._settings.wire, self._settings.overlap, groups)
+            check_recorded(history, self._settings.wire, self._overlaps(state), groups)
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -355,7 +355,8 @@ class Trainer(Rounds):
             if state.wire is not None and info.average == "parameters":
                 state = replace(state, wire=replace(state.wire, wire=info.wire))
             if state.choice is not None and info.policy:
-                state = replace(state, choice=replace(state.choice, policy=ApplyPolicy(info.policy)))
+                choice = replace(state.choice, policy=ApplyPolicy(info.policy), overlap=info.overlap)
+                state = replace(state, choice=choice)
             state, info = self._round(state, data, given=GivenRound.of(info))
             again.append(info)
         return self._settled(state), again
@@ -408,7 +409,7 @@ class Trainer(Rounds):
         if sent := self._engine.sent_bytes:
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
         if self._engine.overlaps:
-            policy += f", beside the first {self._settings.overlap:.0%} of the next round"
+            policy += f", beside the first {self._engine.overlap:.0%} of the next round"
             if state.exchange_ms:
                 policy += f", and measurements {state.exchange_ms:.3g} ms beside the last steps of this one"
         if self._engine.groups.ranks:
@@ -430,7 +431,7 @@ class Trainer(Rounds):
             advice.append("wire='int4' sends about 1/8 of the bytes")
         can_overlap = self.policy in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) and settings.scaling is None
         shares_batches = self.policy is ApplyPolicy.AUTO or settings.rows == "speed"  # in short rounds
-        if can_overlap and not settings.overlap and (shares_batches or is_long_merge(state.che)):
+        if can_overlap and not any(settings.overlaps) and (shares_batches or is_long_merge(state.che)):
             advice.append("overlap=0.5 hides up to half a round")
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
 

@@ -11,7 +11,8 @@ import pytest
 
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
-from jaxche.cadence._options import Costs, alone_batches, options
+from jaxche.cadence._choice import Kind
+from jaxche.cadence._options import LocalCosts, alone_batches, options
 from jaxche.cadence._shared_steps import effective_ranks, more_steps, shared_worth
 from jaxche.cadence._tuner_progress import MergeCost
 
@@ -35,8 +36,8 @@ def chosen(ms, sync_ms, travel_ms=0.0, now=None, round=10, fixed=0.0):
 
 def ways(shares, sync_ms, tau_ms):
     """All ways to use devices of 20 and 50 ms, where ``tau_ms`` was measured in steps that share a batch."""
-    costs = Costs(sync_ms, MergeCost(sync_ms), tau_ms * more_steps(1 / np.array([20, 50]), 1))
-    return options(shares, shares.cuts(BATCH), BATCH, costs, shared=1)
+    costs = LocalCosts(MergeCost(sync_ms), tau_ms * more_steps(1 / np.array([20, 50]), 1))
+    return options(shares, shares.cuts(BATCH), BATCH, sync_ms, [costs], shared=1)
 
 
 @pytest.mark.parametrize("ms", [(20, 50), (20, 20, 40, 80), (20,) * 8])
@@ -124,15 +125,19 @@ def test_small_steps_that_turn_out_to_take_as_long_are_given_up():
 def test_rows_are_shared_in_multiples_of_a_unit():
     shares, _ = measured((20,) * 32, 0.2)
     # A batch of 16 rows in units of 4 keeps four devices busy, and 28 idle.
-    cheap = Costs(0.2, MergeCost(0.2), 1e3)
-    assert options(shares, shares.cuts(BATCH, 4), BATCH, cheap)[0].round_ms == pytest.approx(5.0)
-    assert options(shares, shares.cuts(BATCH), BATCH, cheap)[0].round_ms == pytest.approx(1.25)
+    cheap = 0.2, [LocalCosts(MergeCost(0.2), 1e3)]
+    assert options(shares, shares.cuts(BATCH, 4), BATCH, *cheap)[0].round_ms == pytest.approx(5.0)
+    assert options(shares, shares.cuts(BATCH), BATCH, *cheap)[0].round_ms == pytest.approx(1.25)
 
 
 def test_a_device_alone_merges_for_one_per_cent_of_the_time_and_soon_enough_to_choose_again():
-    assert alone_batches(100.0, 20.0) == 500
-    assert alone_batches(7.0, 20.0) == 35
-    assert alone_batches(0.2, 20.0) == 20
+    assert alone_batches(MergeCost(100.0), 20.0) == 500
+    assert alone_batches(MergeCost(7.0), 20.0) == 35
+    assert alone_batches(MergeCost(0.2), 20.0) == 20
+    # Beside steps: as many as hide the merge and the exchange.
+    assert alone_batches(MergeCost(1000.0, 0.5), 20.0) == 99
+    assert alone_batches(MergeCost(1000.0, 0.25, 3600.0), 20.0) == 237
+    assert alone_batches(MergeCost(0.0, 0.5), 20.0) == 20
 
 
 def test_a_device_alone_where_merges_cost_more_than_the_others_add():
@@ -239,20 +244,28 @@ def test_exact_sync_is_looked_at_again_every_16_updates():
     assert made == [*range(11, 27), 42, 58]
 
 
-def test_merges_of_both_kinds_have_their_own_time():
-    """Exact sync sends gradients, local steps parameters and moments, or codes of them."""
+def test_merges_of_each_kind_have_their_own_time():
+    """Exact sync sends gradients, local steps parameters and moments, or codes of them; beside steps no moments."""
     now = Choice(ApplyPolicy.CADENCE, 1, since=10, before_ms=4.0)
-    assert now.merges_ms([40.0, 40.0, 4.0]) == (4.0, 4.0)  # not all of these are merges of local steps
+    assert now.merges_ms([40.0, 40.0, 4.0]) == (4.0, 4.0, 4.0)  # not all of these are merges of local steps
     assert now.compared([12.0, 12.0, 4.0], 13) == now
     known = now.compared([12.0, 12.0, 12.0], 14)
-    assert (known.merge_ratio, known.before_ms) == (3.0, 0.0)
-    assert known.merges_ms([12.0, 12.0, 12.0]) == (4.0, 12.0)
-    assert known.merges_ms([24.0, 24.0, 24.0]) == (8.0, 24.0)  # the link has become slower
+    assert known.before_ms == 0
+    assert known.merges_ms([12.0, 12.0, 12.0]) == (4.0, 12.0, 12.0)  # beside steps not measured: the most alike
+    assert known.merges_ms([24.0, 24.0, 24.0]) == (8.0, 24.0, 24.0)  # the link has become slower
     coded = known.with_local_ms([12.0, 12.0, 12.0], 2.0)
-    assert coded.merges_ms([2.0, 2.0, 2.0]) == (4.0, 2.0)
-    back = replace(coded, policy=ApplyPolicy.SYNC, since=20, before_ms=2.0)
-    assert back.merges_ms([2.0, 2.0, 2.0]) == (4.0, 2.0)
-    assert back.compared([5.0, 5.0, 5.0], 24).merges_ms([5.0, 5.0, 5.0]) == (5.0, 2.0)
+    assert coded.merges_ms([2.0, 2.0, 2.0]) == (4.0, 2.0, 2.0)
+    back = replace(coded, policy=ApplyPolicy.SYNC, since=20, before_ms=2.0, before=Kind.WAITING)
+    assert back.merges_ms([2.0, 2.0, 2.0]) == (4.0, 2.0, 2.0)
+    assert back.compared([5.0, 5.0, 5.0], 24).merges_ms([5.0, 5.0, 5.0]) == (5.0, 2.0, 2.0)
+    beside = replace(known, overlap=0.5, since=30, before_ms=12.0, before=Kind.WAITING)
+    assert beside.merges_ms([12.0, 6.0, 6.0]) == (4.0, 12.0, 12.0)
+    measured = beside.compared([6.0, 6.0, 6.0], 34)
+    assert measured.merges_ms([6.0, 6.0, 6.0]) == (4.0, 12.0, 6.0)
+    assert measured.with_local_ms([6.0, 6.0, 6.0], 1.0).merges_ms([1.0, 1.0, 1.0]) == (4.0, 2.0, 1.0)
+    unknown = Choice(ApplyPolicy.CADENCE, 1).with_local_ms([10.0], 2.0)
+    assert unknown.merges_ms([2.0]) == (10.0, 2.0, 2.0)
+    assert Choice.from_dict(json.loads(json.dumps(back.to_dict()))) == back
 
 
 def test_local_steps_whose_merges_take_longer_than_those_of_exact_sync_are_given_up():
@@ -260,23 +273,24 @@ def test_local_steps_whose_merges_take_longer_than_those_of_exact_sync_are_given
     now = Choice(ApplyPolicy.CADENCE, 1, since=10)
     assert chosen(sync_ms=6.0, now=replace(now, before_ms=6.0), **arguments).policy is ApplyPolicy.CADENCE
     dear = chosen(sync_ms=6.0, now=replace(now, before_ms=1.0), **arguments)
-    assert (dear.policy, dear.before_ms, dear.merge_ratio) == (ApplyPolicy.SYNC, 6.0, 6.0)
+    assert (dear.policy, dear.before_ms, dear.before) == (ApplyPolicy.SYNC, 6.0, Kind.WAITING)
+    assert dear.merges_ms([6.0, 6.0, 6.0]) == (1.0, 6.0, 6.0)
     assert "and 1 ms to merge" in dear.reason
 
 
 def test_merges_beside_steps_cost_what_is_not_hidden():
     shares, che = measured((20, 20, 40, 80), 30.0, 3e3)
-    costs = Costs(30.0, MergeCost(30.0), 1e3)
+    costs = LocalCosts(MergeCost(30.0), 1e3)
     assert costs.rate(30.0) == pytest.approx(1 / 2)
-    overlapped = costs._replace(local=MergeCost(30.0, 0.5))
+    overlapped = costs._replace(merge=MergeCost(30.0, 0.5))
     assert overlapped.rate(30.0) == pytest.approx(30 / 45)
     assert overlapped.rate(60.0) == 1.0
-    assert overlapped._replace(local=MergeCost(30.0, 0.5, 15.0)).rate(60.0) == 1.0
-    assert overlapped._replace(local=MergeCost(30.0, 0.5, 45.0)).rate(60.0) == pytest.approx(60 / 75)
+    assert overlapped._replace(merge=MergeCost(30.0, 0.5, 15.0)).rate(60.0) == 1.0
+    assert overlapped._replace(merge=MergeCost(30.0, 0.5, 45.0)).rate(60.0) == pytest.approx(60 / 75)
     assert costs.worth(60.0, 1e3) == 1
     assert overlapped.worth(60.0, 1e3) == pytest.approx(0.92 / (1 + 0.5 * 60 / 1e3))
     (waiting,), (beside,) = (
-        [one for one in options(shares, shares.cuts(BATCH), BATCH, each) if all(one.active) and not one.joined]
+        [one for one in options(shares, shares.cuts(BATCH), BATCH, 30.0, [each]) if all(one.active) and not one.joined]
         for each in (costs, overlapped)
     )
     # √(30 · 1000) ms, and as long as hides a merge.
@@ -289,7 +303,7 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     tau = 1e3 / more_steps(speed, 1)
     (shared,) = (
         one
-        for one in options(shares, shares.cuts(BATCH), BATCH, overlapped, shared=1)
+        for one in options(shares, shares.cuts(BATCH), BATCH, 30.0, [overlapped], shared=1)
         if one.joined and one.policy is ApplyPolicy.CADENCE
     )
     wall = shares.cuts(BATCH)[1].ms
@@ -299,8 +313,47 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     worth = shared_worth(shared.round_ms, tau, effective_ranks(rows)) * overlapped.worth(shared.round_ms, tau)
     assert shared.progress == pytest.approx(20.0 / shares.cuts(BATCH)[1].ms * worth)
     now = Choice(ApplyPolicy.CADENCE, 1)
-    told = [choose(now, shares, replace(che, overlap=part), BATCH, 10).reason for part in (0.0, 0.5)]
+    told = [choose(now, shares, che, BATCH, 10, overlaps=(part,)).reason for part in (0.0, 0.5)]
     assert told[0] != told[1]
+
+
+BOTH = {"overlaps": (0.0, 0.5)}
+
+
+def test_merges_run_beside_steps_where_that_promises_more():
+    shares, che = measured((20, 20, 40, 80), 30.0, 3e3)
+    found = choose(Choice(), shares, che, BATCH, 10, **BOTH)
+    assert (found.policy, found.overlap, found.kind) == (ApplyPolicy.CADENCE, 0.5, Kind.BESIDE)
+    assert (found.before_ms, found.before) == (30.0, Kind.SYNC)
+    assert "30 ms to merge beside the first 50% of the next round" in found.reason
+    assert re.search(r"\(sync [\d.]+, cadence [\d.]+, cadence with overlap=0.5 [\d.]+\)", found.reason)
+    assert repr(found) == "Choice(policy 'cadence' since round 10, 1 batches a step, overlap 0.5)"
+    waiting = choose(Choice(), shares, che, BATCH, 10)
+    assert (waiting.policy, waiting.overlap) == (ApplyPolicy.CADENCE, 0.0)
+    # It is kept, and a cheap merge is waited for.
+    assert choose(found, shares, che, BATCH, 20, **BOTH).since == 10
+    assert choose(Choice(), *measured((20, 20, 40, 80), 0.2, 3e3), BATCH, 10, **BOTH).policy is ApplyPolicy.SYNC
+    # Another way has to be clearly better, also if it is that of the merges.
+    near = measured((20, 50), 5.0, 2e3)
+    for overlap in BOTH["overlaps"]:
+        now = Choice(ApplyPolicy.CADENCE, 1, overlap=overlap, since=10, merge_scales=(1.0, 1.0, 1.0))
+        kept = choose(now, *near, BATCH, 20, **BOTH)
+        assert (kept.overlap, kept.since) == (overlap, 10)
+    # Where it may not any more, it waits.
+    after = choose(found, shares, che, BATCH, 20)
+    assert (after.overlap, after.since, after.before) == (0.0, 20, Kind.BESIDE)
+
+
+def test_an_exchange_that_was_not_measured_takes_half_of_a_merge():
+    _, che = measured((20, 50), 30.0, 3e3)
+    now = Choice()
+    waiting, beside = now.local_costs(che, (0.0, 0.5))
+    assert (waiting, beside) == (MergeCost(30.0), MergeCost(30.0, 0.5, 15.0))
+    # Merges beside steps that are measured have reported it, if it takes any time.
+    for one in (replace(now, policy=ApplyPolicy.CADENCE, overlap=0.5), replace(now, merge_scales=(1.0, 0.0, 2.0))):
+        assert one.local_costs(che, (0.5,))[0].exchange_ms == 0
+    known = replace(che, exchange_samples=(3.0, 4.0, 5.0))
+    assert now.local_costs(known, (0.5,)) == [MergeCost(30.0, 0.5, 4.0)]
 
 
 @pytest.mark.parametrize("world", [2, 16, 17, 64])

@@ -40,8 +40,8 @@ def alternate():
     """Once replicas and merges are measured, exact sync and local steps in turns, whatever this machine measures."""
     choose = _plan.choose
 
-    def chosen(now, shares, che, batch_rows, round, unit=1, clock_ms=0.0):
-        found = choose(now, shares, che, batch_rows, round, unit, clock_ms)
+    def chosen(now, shares, che, batch_rows, round, *rest):
+        found = choose(now, shares, che, batch_rows, round, *rest)
         if found is now:  # not measured yet
             return now
         policy, joined = (ApplyPolicy.CADENCE, 0) if round // 5 % 2 else (ApplyPolicy.SYNC, che.world_size + 1)

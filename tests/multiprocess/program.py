@@ -381,6 +381,23 @@ def beside(problem, **arguments):
     }
 
 
+KINDS = [("sync", 0.0), ("cadence", 0.5), ("cadence", 0.5), ("cadence", 0.0), ("cadence", 0.5), ("sync", 0.0)]
+
+
+def kinds(problem, **arguments):
+    """Rounds of ``policy="auto"`` that merge in each of its ways, whatever this machine measures."""
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), policy="auto", **arguments)
+    state, history = trainer.init(problem.params, problem.model_state), jaxche.History()
+    for policy, overlap in KINDS:
+        choice = jaxche.cadence.Choice(jaxche.ApplyPolicy(policy), overlap=overlap, since=state.round)
+        state = dataclasses.replace(state, choice=choice)
+        counts = (1, 1, 1, 1) if policy == "sync" else (4, 3, 3, 2)
+        state, info = trainer.round(state, problem.data, counts=counts)
+        history.append(info)
+    trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
+    return {"trees": jax.tree.map(np.ndarray.tolist, trees), "history": history.to_json()}
+
+
 def late(problem):
     """An island of two processes that takes four times as long as planned, and a replica in a third process."""
     strategy = jaxche.FullShard()
@@ -531,6 +548,7 @@ def main(what, folder):
         given = {"groups": "process", "replicas": jaxche.devices()[::2]}
         result = {name: groups(problem, options, **given) for name, options in GROUPS.items()}
         result["beside"] = beside(problem, replicas=jaxche.devices()[::2])
+        result["kinds"] = kinds(problem, replicas=jaxche.devices()[::2])
     elif what == "late":
         result = late(problem)
     elif what == "pipelines":

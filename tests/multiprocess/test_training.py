@@ -147,6 +147,17 @@ def test_replicas_of_a_process_merge_within_rounds_as_in_one_process(program, tm
     kind, message = found["ended"]
     assert (kind, one["beside"]["ended"][0]) == ("RankError", "NonFiniteLossError")
     assert message.startswith("rank 3 failed in round 4 with NonFiniteLossError")
+    # The ways in which "auto" merges, in turns.
+    assert zero["kinds"]["trees"] == one["kinds"]["trees"]
+    history = jaxche.History.from_json(zero["kinds"]["history"])
+    assert [(info.policy, info.overlap) for info in history] == program.KINDS
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), policy="auto", replicas=devices[:4])
+    state, again = trainer.replay(trainer.init(problem.params, problem.model_state), problem.data, history)
+    shown = [[list(_leaves(info.losses)) for info in rounds] for rounds in (history, again)]
+    np.testing.assert_allclose(*shown, rtol=1e-4)
+    trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
+    shown = [list(_leaves(trees)), list(_leaves(zero["kinds"]["trees"]))]
+    np.testing.assert_allclose(*(np.concatenate([np.ravel(x) for x in one]) for one in shown), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

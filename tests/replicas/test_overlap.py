@@ -210,11 +210,15 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, made, data, sa
     assert sum(not info.overlapped for info in history) > 2
 
 
-@pytest.mark.parametrize(("options", "is_warned"), [({}, True), ({"checkpoint_every": 40}, False)])
-def test_checkpoints_after_every_round_leave_nothing_to_overlap(made, data, tmp_path, caplog, options, is_warned):
-    one = made()
+@pytest.mark.parametrize(
+    ("every", "options", "is_warned"), [(1, {}, True), (1, {"checkpoint_every": 40}, False), (None, {}, False)]
+)
+def test_checkpoints_after_every_round_leave_nothing_to_overlap(
+    made, data, tmp_path, caplog, every, options, is_warned
+):
+    one, checkpoints = made(), jaxche.Checkpoints(tmp_path, every=every)
     with caplog.at_level("WARNING", "jaxche"):
-        _, history = one.fit(one.init(jnp.zeros(3)), data, progress=False, checkpoints=tmp_path, **options)
+        _, history = one.fit(one.init(jnp.zeros(3)), data, progress=False, checkpoints=checkpoints, **options)
     assert any(info.overlapped for info in history) is not is_warned
     assert ("write trainer.fit(..., checkpoint_every=" in caplog.text) is is_warned
 
@@ -568,7 +572,7 @@ def test_the_cadence_makes_rounds_as_long_as_hides_the_merge(make, data):
         ({"overlap": -0.1}, r"overlap=-0.1 is the part"),
         ({"overlap": True}, r"write overlap=0.5"),
         ({"overlap": "yes"}, r"overlap='yes' is the part"),
-        ({"overlap": None}, r"write overlap=0.5"),
+        ({"overlap": False}, r"write overlap=0.5"),
         ({"policy": "sync"}, r"write policy='cadence'"),
         ({"policy": "async"}, r"write policy='cadence'"),
         ({"average": "gradients"}, r"write policy='cadence', average='parameters'"),

@@ -1,5 +1,6 @@
 """policy="auto": a run changes between exact sync and local steps without losing an example or its place."""
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -43,7 +44,7 @@ def test_it_starts_in_sync_and_goes_where_progress_is(large, devices):
 
 
 def test_local_steps_share_batches(large, devices):
-    one = trainer(large, devices)
+    one = trainer(large, devices, overlap=0)
     _, history = fit(one, large)
     local = [info for info in history if info.policy == "cadence"]
     assert local[0].counts == (1, 1, 1, 1)  # its length is not chosen yet
@@ -82,7 +83,7 @@ def test_an_idle_replica_that_becomes_fast_trains_again(large, devices):
 
 def test_optimizer_and_schedule_go_on_over_a_change(large, devices):
     schedule = optax.linear_schedule(1e-2, 0.0, 3 * 61)
-    one = trainer(large, devices, tx=optax.adam(schedule))
+    one = trainer(large, devices, tx=optax.adam(schedule), overlap=0)
     state, history = fit(one, large)
     assert {info.policy for info in history} == {"sync", "cadence"}
     adam, scheduled = state.opt_state[0], state.opt_state[1]
@@ -92,22 +93,76 @@ def test_optimizer_and_schedule_go_on_over_a_change(large, devices):
 
 
 @pytest.mark.slow
-def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told):
-    one = trainer(large, devices)
-    state, history = fit(one, large, epochs=4)
+@pytest.mark.parametrize(("overlap", "parts"), [(0, {0.0}), (None, {0.0, 0.5})], ids=["waiting", "beside"])
+def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told, overlap, parts):
+    one = trainer(large, devices, overlap=overlap)
+    saves = {"checkpoint_every": jaxche.Every(epochs=1)}
+    state, history = fit(one, large, epochs=4, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
+    assert {info.overlap for info in history} == parts
     replayed, _ = one.replay(one.init(large.params), large.data, history)
     same(one.params(state), one.params(replayed))
-    fit(one, large, epochs=1, checkpoints=Checkpoints(tmp_path))
-    other = trainer(large, devices)
-    resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path))
+    fit(one, large, epochs=1, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    other = trainer(large, devices, overlap=overlap)
+    resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
+
+
+def test_merges_run_beside_steps_where_that_promises_more(large, devices):
+    one = trainer(large, devices)
+    state, history = fit(one, large)
+    parts = [info.overlap for info in history]
+    assert (parts[0], parts[-1], state.che.overlap) == (0.0, 0.5, 0.5)
+    assert history[-2].overlapped
+    assert "to merge beside the first 50% of the next round" in one.explain(state)
+    assert state.opt_states_differ
+    assert sum(info.examples for info in history) == 3 * (16 * 60 + 5)
+
+
+def test_waiting_and_overlapped_rounds_have_the_same_compiled_steps(large, devices):
+    one, waiting = trainer(large, devices, wire="int4"), trainer(large, devices, wire="int4", overlap=0)
+    state = one.init(large.params)
+    for overlap in (0.5, 0.0, 0.5):
+        choice = jaxche.cadence.Choice(ApplyPolicy.CADENCE, overlap=overlap)
+        state, info = one.round(replace(state, choice=choice), large.data, [2, 2, 1, 1])
+        assert info.overlap == overlap
+    assert list(map(id, one._beside_engine.replicas)) == list(map(id, one._local_engine.replicas))
+    waiting.round(waiting.init(large.params), large.data, [2, 2, 1, 1])
+    assert one.compilations == waiting.compilations
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"overlap": 0}, {}),
+        ({"opt_state": "average"}, {}),
+        ({"backend": "device"}, {}),
+        ({"tx": optax.contrib.schedule_free_adamw(0.01)}, {}),
+        ({"tx": optax.contrib.schedule_free_adamw(0.01), "wire": "int4"}, {}),
+        ({"wire": "int4"}, {"donate": True}),
+        ({}, {"checkpoints": 1}),
+    ],
+    ids=["waits", "average", "on the devices", "schedule free", "its first choice", "donates", "saves each round"],
+)
+def test_replicas_wait_for_merges_where_they_have_to(large, devices, tmp_path, options, runs):
+    one = trainer(large, devices, **options)
+    if every := runs.pop("checkpoints", None):
+        runs["checkpoints"] = Checkpoints(tmp_path, every=every)
+    _, history = fit(one, large, **runs)
+    assert history[-1].policy == "cadence"
+    assert {info.overlap for info in history} == {0.0}
+
+
+def test_islands_wait_for_merges(devices):
+    meshes = [jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard().mesh(devices[2:4])]
+    one = jaxche.Trainer(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), "auto", replicas=meshes)
+    assert one._local_engine is one._beside_engine
 
 
 def alternate(monkeypatch):
     """Choose exact sync and local steps in turns, three rounds each."""
 
-    def choose(now, shares, che, batch_rows, round, unit=1, clock_ms=0.0):
+    def choose(now, shares, che, batch_rows, round, *rest):
         return replace(now, policy=ApplyPolicy.CADENCE if (round + 1) // 3 % 2 else ApplyPolicy.SYNC)
 
     monkeypatch.setattr(plan_module, "choose", choose)
@@ -234,3 +289,36 @@ def test_stages_are_refused(devices):
 def test_other_policies_explain_themselves(problem, devices):
     one = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:2])
     assert one.explain(one.init(problem.params)).startswith("policy='cadence', as given")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"wire": "int4"}, {"tx": optax.sgd(0.01, momentum=0.9)}], ids=["float32", "int4", "momentum"]
+)
+def test_all_kinds_of_merges_in_turns(large, devices, monkeypatch, same, tmp_path, told, options):
+    """Sync, local steps that wait, and those that do not: no example is lost, and a run repeats and resumes."""
+    sync, waiting, beside = (ApplyPolicy.SYNC, 0.0), (ApplyPolicy.CADENCE, 0.0), (ApplyPolicy.CADENCE, 0.5)
+    kinds = [sync, beside, waiting, beside]
+
+    def choose(now, shares, che, batch_rows, round, *rest):
+        policy, overlap = kinds[(round + 1) // 3 % 4]
+        return replace(now, policy=policy, overlap=overlap)
+
+    monkeypatch.setattr(plan_module, "choose", choose)
+    one, saves = trainer(large, devices, **options), {"checkpoint_every": jaxche.Every(epochs=1)}
+    state, history = fit(one, large, epochs=3, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
+    seen = [(info.policy, info.overlap) for info in history]
+    changes = {pair for pair in itertools.pairwise(seen) if len(set(pair)) > 1}
+    assert changes == {(sync, beside), (beside, waiting), (waiting, beside), (beside, sync)}
+    assert sum(info.examples for info in history) == 3 * (16 * 60 + 5)
+    for leaf in jax.tree.leaves(state.params):
+        assert (np.asarray(leaf) == np.asarray(leaf)[:1]).all()
+    replayed, _ = one.replay(one.init(large.params), large.data, history)
+    same(one.params(state), one.params(replayed))
+    for epochs in (1, 2):
+        other = trainer(large, devices, **options)
+        fit(other, large, epochs=epochs, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    other = trainer(large, devices, **options)
+    resumed, whole = fit(other, large, epochs=3, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    same(one.params(state), other.params(resumed))
+    assert told(whole) == told(history)

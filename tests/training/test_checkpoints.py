@@ -720,6 +720,19 @@ def test_updates_of_exact_sync_share_the_checkpoint_of_a_second(problem, devices
     assert steps == list(range(1, rounds + 1))
 
 
+def test_a_checkpoint_of_an_overlapped_run_is_made_once_in_the_time_of_twenty_merges(problem, devices, tmp_path):
+    """It waits for the merge, so one after each round would hide nothing."""
+    fleet = jaxche.VirtualFleet(ms_per_batch=[300, 300], sync_ms=200.0)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], fleet=fleet, overlap=0.5)
+    state, kept = trainer.init(problem.params), jaxche.Checkpoints(tmp_path, keep=99)
+    _, history = trainer.fit(state, problem.data, max_steps=80, progress=False, checkpoints=kept)
+    saved = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+    seconds = [0.0, *(info.clock_ms / 1e3 for info in history)]
+    due = [n for n in range(1, len(history)) if seconds[n] // 4 > seconds[n - 1] // 4]  # 20 merges take 4 s
+    assert saved == [*due, len(history)]
+    assert 2 <= len(saved) < len(history) / 2
+
+
 def test_long_waits_for_saves_are_logged_once(problem, devices, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(_writer, "_MUCH_S", 0.0)
     monkeypatch.setattr(_writer, "_MUCH", 0.0)

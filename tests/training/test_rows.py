@@ -423,7 +423,7 @@ def test_steps_that_share_batches_have_others_beside_their_merge(problem, device
     [
         (DEAR, {"policy": "cadence", "rows": "speed", "wire": "int8", "overlap": 0.5}),
         (DEAR, {"policy": "async", "rows": "speed"}),
-        (DEAR, {"policy": "auto"}),
+        (DEAR, {"policy": "auto", "overlap": 0}),
         (TWO, {"policy": "sync", "average": "parameters"}),
     ],
     ids=lambda one: one.get("policy") if isinstance(one, dict) else "",
