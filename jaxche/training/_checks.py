@@ -242,13 +242,16 @@ def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[Bat
 
 
 def can_overlap(averaging: Averaging, placements: Sequence[BatchPlacement], virtual: bool) -> bool:
-    """Whether merges can run beside steps, if moments stay with their replica; the same in all processes."""
+    """Whether merges can run beside steps without slowing them down; the same in all processes.
+
+    Replicas on the CPU share its cores with a merge.
+    """
     try:
-        jax.devices("cpu")
+        cpus = set(jax.devices("cpu"))
         check_overlap(MOST_OVERLAP, averaging._replace(opt_state="local"), placements, virtual)
     except (RuntimeError, ValueError):  # the first one if JAX has no CPU devices
         return False
-    return True
+    return virtual or cpus.isdisjoint(device for placement in placements for device in placement.devices.flat)
 
 
 def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size: int, staged: bool) -> tuple[str, int]:

@@ -120,7 +120,8 @@ class Trainer(Rounds):
         merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i` its
         parameters at the end of that round. Moments stay with their replica (``opt_state="local"``), and merges run
         on CPU devices that no replica trains on. What reads the state waits for the merge: an evaluation, a checkpoint,
-        :meth:`params`, the end of a fit. By default 0, but under ``auto`` 0 or 0.5, whichever promises more progress.
+        :meth:`params`, the end of a fit. By default 0, but under ``auto``, where all replicas are accelerators, 0 or
+        0.5, whichever promises more progress.
       groups: replicas that merge among themselves several times within a round, because what is between them is faster
         than the link to the others: ``"process"``, those of each process, or lists of ranks, each list of one process.
         Parameters, statistics and, with ``opt_state="average"``, moments take the mean by steps. The merge at the end

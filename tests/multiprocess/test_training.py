@@ -151,7 +151,8 @@ def test_replicas_of_a_process_merge_within_rounds_as_in_one_process(program, tm
     assert zero["kinds"]["trees"] == one["kinds"]["trees"]
     history = jaxche.History.from_json(zero["kinds"]["history"])
     assert [(info.policy, info.overlap) for info in history] == program.KINDS
-    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), policy="auto", replicas=devices[:4])
+    fleet = jaxche.VirtualFleet(ms_per_batch=[20] * 4, sync_ms=5.0)
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), policy="auto", replicas=devices[:4], fleet=fleet)
     state, again = trainer.replay(trainer.init(problem.params, problem.model_state), problem.data, history)
     shown = [[list(_leaves(info.losses)) for info in rounds] for rounds in (history, again)]
     np.testing.assert_allclose(*shown, rtol=1e-4)

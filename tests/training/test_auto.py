@@ -153,10 +153,20 @@ def test_replicas_wait_for_merges_where_they_have_to(large, devices, tmp_path, o
     assert {info.overlap for info in history} == {0.0}
 
 
-def test_islands_wait_for_merges(devices):
+def test_islands_and_replicas_on_the_cpu_wait_for_merges(devices, monkeypatch):
+    def ways(replicas, **options):
+        one = jaxche.Trainer(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), "auto", replicas=replicas, **options)
+        return one._settings.overlaps
+
     meshes = [jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard().mesh(devices[2:4])]
-    one = jaxche.Trainer(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), "auto", replicas=meshes)
-    assert one._local_engine is one._beside_engine
+    assert ways(meshes, fleet=jaxche.VirtualFleet([20, 20])) == (0.0,)
+    assert ways(devices[:2], fleet=jaxche.VirtualFleet([20, 20])) == (0.0, 0.5)
+    # A merge beside steps would take cores from them.
+    assert ways(devices[:2]) == (0.0,)
+    # As where these are no CPU devices, and those that merge are others.
+    others = devices[2:4]
+    monkeypatch.setattr(jax, "devices", lambda backend=None: others)
+    assert ways(devices[:2]) == (0.0, 0.5)
 
 
 def alternate(monkeypatch):
