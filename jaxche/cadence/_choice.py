@@ -14,15 +14,15 @@ from jaxche.cadence._round_plan import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares
 from jaxche.cadence._shared_steps import more_steps
 from jaxche.cadence._tuner_progress import MergeCost, half_life_ms
+from jaxche.cadence._wire_choice import is_long_merge
 
 # Another choice must have this much more expected progress, because measurements vary. To leave out some of the
 # replicas that take local steps needs only more.
 _BETTER = 1.08
 # τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
-# Rounds of local steps of all replicas before the choice is made again; fewer where a merge takes longer than so many
-# batches of the fastest replica.
-_TRIED, _TRIED_LONG, _LONG = 4, 2, 32
+# Rounds of local steps of all replicas before the choice is made again; fewer where merges are long.
+_TRIED, _TRIED_LONG = 4, 2
 # Rounds of exact sync after which they are tried again, at first and at most; the number doubles. Replicas move fastest
 # in the first rounds of a run.
 _PATIENCE, _MOST_PATIENCE = 32, 512
@@ -108,8 +108,7 @@ class Choice:
         """Whether it has lasted for enough rounds to be compared with others."""
         rounds = 1  # a round of some replicas alone is long
         if self.is_local and not self.active:
-            fast = min(ms for ms in che.ms_per_batch if ms)
-            rounds = _TRIED_LONG if median_low(che.sync_samples) > _LONG * fast else _TRIED
+            rounds = _TRIED_LONG if is_long_merge(che) else _TRIED
         return round - self.since >= rounds
 
     def is_due(self, round: int) -> bool:
@@ -162,12 +161,13 @@ class Choice:
 
     def with_local_ms(self, sync_samples: Sequence[float], local_ms: float) -> Choice:
         """The choice where a merge of local steps takes another time from now on, with another wire."""
+        before_ms = self.merges_ms(sync_samples)[self.kind]
         scales, known = self._scales, list(self.merge_scales)
         known[Kind.SYNC] = scales[Kind.SYNC]
         known[self.kind] = scales[self.kind]
         for kind in (Kind.WAITING, Kind.BESIDE):
-            known[kind] *= local_ms / median_low(sync_samples)
-        return replace(self, merge_scales=tuple(known))
+            known[kind] *= local_ms / before_ms
+        return replace(self, merge_scales=tuple(known), before_ms=0.0)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:

@@ -15,7 +15,8 @@ DEAR = 0.05
 # They are taken if a merge takes this part of one in float32, or less: on a fast link their arithmetic costs more than
 # the bytes that they save.
 _FASTER = 0.7
-# Running a merge beside steps is worth the delay of its result if it takes so many steps of the fastest replica.
+# A merge is long if it takes so many steps of the fastest replica. To run it beside steps on whole batches is worth the
+# delay of its result then.
 _LONG = 20
 
 
@@ -30,16 +31,18 @@ class WireChoice:
 def merge_share(che: ElChe) -> float:
     """The share of the time that merges take at the present length of a round, hidden or not: C / (T + C).
 
-    0 until three merges were measured.
+    0 until three merges were measured, or one that is long.
     """
     steps_ms = max(n * ms for n, ms in zip(che.batch_counts, che.ms_per_batch, strict=True))
-    if len(che.sync_samples) < MEMORY or not steps_ms:
+    if not (che.sync_samples and steps_ms):
+        return 0.0
+    if len(che.sync_samples) < MEMORY and not is_long_merge(che):
         return 0.0
     return median_low(che.sync_samples) / (steps_ms + median_low(che.sync_samples))
 
 
 def is_long_merge(che: ElChe) -> bool:
-    """Whether overlap would be worth the delay: merges take as long as 20 steps of the fastest replica."""
+    """Whether merges take as long as 20 steps of the fastest replica."""
     return median_low(che.sync_samples) >= _LONG * min(ms for ms in che.ms_per_batch if ms)
 
 

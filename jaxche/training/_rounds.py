@@ -25,6 +25,7 @@ from jaxche.cadence import (
     RowShares,
     WireChoice,
     choose_wire,
+    is_long_merge,
     merge_share,
 )
 from jaxche.data import Feed, Key, Reader
@@ -379,14 +380,12 @@ class Rounds:
 
     def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
         """The next round, with its programs compiled."""
-        state, before = self._with_own_choices(state, given), self._engine
+        state = self._with_own_choices(state, given)
         self._set_programs(state)
         engine = self._engine
         reader = engine.reader(data)
         if state.in_flight is not None and not engine.overlaps:  # as after another choice
             state = state.merged()
-        if engine is not before:
-            before.settle()  # one program with collectives is in flight at a time
         # Of merges beside steps, or of another trainer: each would update its own parameters, or keep its own counts.
         if state.opt_states_differ and not engine.opt_states_differ(state.local_states[0]):
             local_states = engine.with_mean_opt_state(state.local_states)
@@ -445,10 +444,12 @@ class Rounds:
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
         if self._settings.chooses:
-            is_beside = state.choice is not None and state.choice.overlap
+            is_beside, before = state.choice is not None and state.choice.overlap, self._engine
             self._engine = self._beside_engine if is_beside else self._local_engine
             if self._rules.policy_of(state) is ApplyPolicy.SYNC:
                 self._engine = self._sync_engine
+            if before is not self._engine:
+                before.settle()  # one program with collectives is in flight at a time
         if state.wire is not None and self._engine.average == "parameters":
             self._engine.use_wire(state.wire.wire, state.local_states)
 
@@ -514,7 +515,8 @@ class Rounds:
         wire, che, choice, engine = state.wire, state.che, state.choice, self._engine
         if given.done is not None or wire is None or wire.reason or che is None or merge_share(che) < DEAR:
             return state
-        if choice is not None and (engine.average != "parameters" or choice.before_ms):
+        is_local = engine.average == "parameters"
+        if choice is not None and not (is_local and (is_long_merge(che) or not choice.before_ms)):
             return state  # the measured merges are, or include, those of exact sync
         state = self._settled(state)  # a merge in flight has collectives, too
         engine.use_wire("int4", state.local_states)

@@ -216,7 +216,7 @@ def test_local_steps_are_given_a_few_rounds():
 
 def test_long_merges_are_tried_in_fewer_rounds():
     """Each costs as much as many batches. One round of a replica alone has many."""
-    for sync_ms, rounds in ((32 * 20.0, 4), (33 * 20.0, 2)):
+    for sync_ms, rounds in ((19 * 20.0, 4), (20 * 20.0, 2)):
         now = Choice(ApplyPolicy.CADENCE, since=8)
         arguments = {"ms": (20, 50), "sync_ms": sync_ms, "travel_ms": 5e3, "now": now}
         assert chosen(**arguments, round=8 + rounds - 1) == now
@@ -265,6 +265,9 @@ def test_merges_of_each_kind_have_their_own_time():
     assert measured.with_local_ms([6.0, 6.0, 6.0], 1.0).merges_ms([1.0, 1.0, 1.0]) == (4.0, 2.0, 1.0)
     unknown = Choice(ApplyPolicy.CADENCE, 1).with_local_ms([10.0], 2.0)
     assert unknown.merges_ms([2.0]) == (10.0, 2.0, 2.0)
+    # Before its merges are measured, those of exact sync stand for them, and a merge in codes is one of them.
+    early = replace(unknown, overlap=0.5, before_ms=30.0, before=Kind.SYNC).with_local_ms([7.0], 1.0)
+    assert (early.before_ms, early.merges_ms([1.0])) == (0.0, pytest.approx((30.0, 1.0, 1.0)))
     assert Choice.from_dict(json.loads(json.dumps(back.to_dict()))) == back
 
 

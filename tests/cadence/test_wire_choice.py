@@ -26,6 +26,8 @@ def test_the_share_of_merges_follows_from_their_median_and_the_length_of_a_round
     assert merge_share(che) == pytest.approx(50 / (50 + steps_ms))
     assert merge_share(che.report_timing([80.0, 200.0], [4, 4], 5000.0)) == pytest.approx(50 / (50 + steps_ms), rel=0.5)
     assert merge_share(jaxche.ElChe(2, 4)) == 0.0
+    assert merge_share(measured(399.0, reports=1)) == 0.0
+    assert merge_share(measured(400.0, reports=1)) > 0.0  # each more of them would take as long
 
 
 def test_a_merge_is_long_from_twenty_steps_of_the_fastest_replica_on(measured):
