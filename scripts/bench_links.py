@@ -27,6 +27,8 @@ ARMS = {
     "cadence, default": "`float32`",
     "cadence, int4": "`int4`",
     "cadence, overlap 0.5, int4": "`int4`, `overlap=0.5`",
+    "auto": '`"auto"`',
+    "auto, wire auto": '`"auto"`, `wire="auto"`',
     "auto, int4": '`"auto"`, `int4`',
     "auto, overlap 0.5, int4": '`"auto"`, `int4`, `overlap=0.5`',
 }

@@ -135,7 +135,7 @@ def merge_ms(size: int, wire: str, tx: optax.GradientTransformation, times: int 
     batches = jaxche.Batches(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), batch_size=1)
     state, _ = trainer.round(trainer.init(params), batches, (1, 1))
     engine, took = trainer._engine, []
-    merge, local_states = engine._merge, engine._fitted(state.local_states)
+    merge, local_states = engine._merge, engine.fitted(state.local_states)
     for _ in range(times):
         carries = [one.idle(local).carry for one, local in zip(engine._replicas, local_states, strict=True)]
         arguments = merge.arguments(local_states, carries, np.ones((2, len(HOST_COLUMNS)), np.float32))

@@ -240,7 +240,7 @@ def test_links_are_tabled_from_the_results_so_far(run):
 def test_a_run_over_a_link_that_was_not_made_has_no_verdict(run, tmp_path):
     words = ["--table", "--results", tmp_path / "none.jsonl", "--links", "100/100", "--millions", "50"]
     rows = markdown(run("bench_links.py", *words))
-    assert len(rows) == 6  # the fast device alone, and five ways to use both
+    assert len(rows) == 8  # the fast device alone, and seven ways to use both
     assert {(row["time, against free merges"], row["goal of 1.1"]) for row in rows} == {("not run", "–")}
 
 
