@@ -285,7 +285,8 @@ class CheckpointManager(Hook):
         """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written."""
         if not self._writer.begin(state.round):
             return
-        state_dict = self._trainer._engine.state_dict(state.local_states)
+        # A round that was interrupted may have changed the engine.
+        state_dict = self._trainer._engine.state_dict(state.local_states, state.opt_states_differ)
         trees = state_dict.trees()
         meta = metadata(self._with_iterators(state)) | {"rows": state_dict.rows} | self._source
         self._writer.save(state.round, meta, trees)
@@ -377,7 +378,7 @@ class Restore:
         found = []
         for engine in self._trainer._local_engines:
             local_states = engine.with_previous_gradient(state.local_states, compares)
-            found.append(engine.state_dict(local_states, restores=True))
+            found.append(engine.state_dict(local_states))
         return next((one for one in found if _has_residual_of(meta, one)), found[0])
 
     def _rows(self, meta: Mapping[str, Any], state: TrainerState) -> dict[str, int]:

@@ -215,13 +215,15 @@ class Engine:
         """The bytes that each replica sends in a merge, once it is compiled."""
         return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
 
-    def state_dict(self, local_states: Sequence[LocalState], restores: bool = False) -> StateDict:
+    def state_dict(self, local_states: Sequence[LocalState], differ: bool | None = None) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process.
 
-        One that ``restores`` a checkpoint also takes the optimizer states of merges beside steps.
+        ``differ`` is whether they have optimizer states of their own, which another engine may have left them. By
+        default it is whether those of a checkpoint may be, also of merges beside steps.
         """
         self._set_layout(without_replica_axis(local_states[0].params))
-        differ = self.opt_states_differ(local_states[0]) or (restores and any(self._settings.overlaps))
+        if differ is None:
+            differ = self.opt_states_differ(local_states[0]) or any(self._settings.overlaps)
         own = ("model_state", "opt_state", "residual") if differ else ("model_state", "residual")
         return StateDict(self._replica_mesh, own, self.world_size, self.fitted(local_states))
 

@@ -93,7 +93,8 @@ class Membership:
         engine, (admitted, order) = self._trainer._engine, self._pending
         run.state = run.state.merged()
         with self._group.collective():
-            given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
+            state_dict = engine.state_dict(run.state.local_states, run.state.opt_states_differ)
+            given = jax.block_until_ready(state_dict.pooled())
         for hook in run.hooks:
             hook.on_admission()
         # The broadcast waits for all: all members admit them, or none.

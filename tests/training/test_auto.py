@@ -332,3 +332,28 @@ def test_all_kinds_of_merges_in_turns(large, devices, monkeypatch, same, tmp_pat
     resumed, whole = fit(other, large, epochs=3, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
+
+
+def test_an_interrupt_in_the_first_round_of_another_kind_leaves_a_whole_checkpoint(
+    large, devices, monkeypatch, same, tmp_path
+):
+    """The state before that round has an optimizer state of each replica, and the engine of that round only one."""
+
+    def choose(now, shares, che, batch_rows, round, *rest):
+        return replace(now, policy=ApplyPolicy.SYNC if round else ApplyPolicy.CADENCE, overlap=0.0 if round else 0.5)
+
+    def interrupt(planned):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_module, "choose", choose)
+    whole = trainer(large, devices, ms=(20, 50))
+    state, _ = fit(whole, large, epochs=1)
+    one, saves = trainer(large, devices, ms=(20, 50)), {"checkpoints": Checkpoints(tmp_path, every=1000)}
+    first, _ = one.round(one.init(large.params), large.data)  # in exact sync too
+    monkeypatch.setattr(one._sync_engine, "start", interrupt)
+    part, _ = one.fit(first, large.data, epochs=1, progress=False, **saves)
+    assert (part.round, part.opt_states_differ, part.choice.is_local) == (2, True, False)
+    rounds, other = [], trainer(large, devices, ms=(20, 50))
+    resumed, _ = fit(other, large, epochs=1, callbacks=[lambda state, info: rounds.append(info.round)], **saves)
+    assert rounds[0] == 2
+    same((whole.params(state), whole.opt_state(state)), (other.params(resumed), other.opt_state(resumed)))
