@@ -443,13 +443,14 @@ class Rounds:
 
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
+        before = self._engine
         if self._settings.chooses:
-            is_beside, before = state.choice is not None and state.choice.overlap, self._engine
+            is_beside = state.choice is not None and state.choice.overlap
             self._engine = self._beside_engine if is_beside else self._local_engine
             if self._rules.policy_of(state) is ApplyPolicy.SYNC:
                 self._engine = self._sync_engine
-            if before is not self._engine:
-                before.settle()  # one program with collectives is in flight at a time
+        if self._engine is not before:
+            before.settle()  # one program with collectives is in flight at a time, and another wire has one of its own
         if state.wire is not None and self._engine.average == "parameters":
             self._engine.use_wire(state.wire.wire, state.local_states)
 

@@ -69,7 +69,7 @@ def vector(tree):
 
 def program_of(trainer, state):
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    local_states = trainer._engine._fitted(state.local_states)
+    local_states = trainer._engine.fitted(state.local_states)
     carries = [r.idle(local).carry for r, local in zip(replicas, local_states, strict=True)]
     arguments = merge.arguments(local_states, carries, np.zeros((len(carries), len(HOST_COLUMNS)), np.float32))
     return merge._program.lower(*arguments).as_text()

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.cadence import WireChoice
-from jaxche.training import _rounds
+from jaxche import ApplyPolicy
+from jaxche.cadence import Choice, WireChoice
+from jaxche.training import _arguments, _rounds
 
 ROUNDS = [(2, 2)] * 6
 LOCKSTEP = jaxche.ElChe(2, 2, 0.01, max_anchor=2, max_batch_diff=0, tuner="steady")
@@ -170,3 +171,27 @@ def test_advice_names_what_would_make_dear_merges_cheaper(problem, devices):
         explained = one.explain(state)
         given = re.findall(r"% of the time: ([^;]+)", explained)
         assert given == ([advice] if advice else []), explained
+
+
+def test_a_merge_in_flight_ends_before_another_engine_takes_a_wire(problem, devices, monkeypatch):
+    """The other wire has a merge to warm up, and one program with collectives is in flight at a time."""
+    monkeypatch.setattr(_arguments, "can_overlap", lambda *_: True)  # as if they were accelerators
+    one, calls = jaxche.Trainer(problem.loss, optax.adam(0.05), "auto", wire="auto", replicas=devices[:2]), []
+
+    def notes(engine, name):
+        whole = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *rest: (calls.append(name), whole(*rest)))
+
+    def next_round(state, overlap, wire):
+        choice = Choice(ApplyPolicy.CADENCE, overlap=overlap)
+        state = dataclasses.replace(state, choice=choice, wire=WireChoice(wire, "as given"))
+        state, info = one.round(state, problem.data, (2, 2))
+        assert (info.overlap, info.wire) == (overlap, wire)
+        return state
+
+    state = next_round(next_round(one.init(problem.params), 0.0, "float32"), 0.5, "int4")
+    assert state.in_flight is not None
+    notes(one._beside_engine, "settle")
+    notes(one._local_engine, "_warm_up_merge")
+    next_round(state, 0.0, "int4")
+    assert calls == ["settle", "_warm_up_merge"]
