@@ -67,7 +67,7 @@ class RoundInfo:
         exchanged beside the others; empty if it was sent after all steps. Loss and metrics are then of the steps until
         then, and of those of the round before that had not been sent.
       wire: the wire of the merge.
-      overlap: the argument of the trainer, 0 where it waits for each merge.
+      overlap: the part of the next round that runs beside the merge of this one, 0 where replicas wait for it.
       group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
       groups: with ``groups=``, the number of the group of each replica, -1 for a replica in none.
       group_ms: with ``groups=``, the part of ``sync_ms`` that merges within groups took.

@@ -193,7 +193,8 @@ class CheckpointManager(Hook):
         run.history = self._log.truncate(run.state.round)
         self._logged = run.history[-1] if run.history else None
         run.settles = self._every is None and self._config.every == 1
-        if self._trainer._engine.overlaps and run.settles and self._group.is_first:
+        # Not where "auto" has chosen overlap: it waits for merges then.
+        if self._trainer._local_engine.overlaps and run.settles and self._group.is_first:
             _log.warning(
                 "a checkpoint waits for the merge before it, so with one after every round overlap= hides nothing; "
                 "write trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))"

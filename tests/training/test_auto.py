@@ -357,3 +357,13 @@ def test_an_interrupt_in_the_first_round_of_another_kind_leaves_a_whole_checkpoi
     resumed, _ = fit(other, large, epochs=1, callbacks=[lambda state, info: rounds.append(info.round)], **saves)
     assert rounds[0] == 2
     same((whole.params(state), whole.opt_state(state)), (other.params(resumed), other.opt_state(resumed)))
+
+
+@pytest.mark.parametrize(("overlap", "warns"), [(None, False), (0.5, True)], ids=["chosen", "given"])
+def test_checkpoints_after_each_round_warn_where_overlap_was_given(problem, devices, tmp_path, caplog, overlap, warns):
+    one = trainer(problem, devices, ms=(20, 50), overlap=overlap)
+    choice = jaxche.cadence.Choice(ApplyPolicy.CADENCE, overlap=0.5)
+    state, info = one.round(replace(one.init(problem.params), choice=choice), problem.data)
+    assert info.overlap == 0.5
+    one.fit(state, problem.data, epochs=1, progress=False, checkpoints=Checkpoints(tmp_path, every=1))
+    assert ("overlap= hides nothing" in caplog.text) == warns
