@@ -153,6 +153,25 @@ def test_replicas_wait_for_merges_where_they_have_to(large, devices, tmp_path, o
     assert {info.overlap for info in history} == {0.0}
 
 
+def test_a_fit_that_has_to_wait_for_merges_measures_them_again(large, devices):
+    """Those beside steps send no moments, and so take another time."""
+    one = trainer(large, devices)
+    state, history = fit(one, large)
+    assert history[-1].overlap
+    assert len(state.che.sync_samples) == 3
+    seen = []
+    one.fit(
+        state,
+        large.data,
+        max_steps=40,
+        progress=False,
+        donate=True,
+        callbacks=[lambda state, info: seen.append((info.overlap, len(state.che.sync_samples)))],
+    )
+    # The first merge that is reported is the last one of before.
+    assert seen[:3] == [(0.0, 1), (0.0, 2), (0.0, 3)]
+
+
 def test_islands_and_replicas_on_the_cpu_wait_for_merges(devices, monkeypatch):
     def ways(replicas, **options):
         one = jaxche.Trainer(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), "auto", replicas=replicas, **options)
