@@ -237,8 +237,8 @@ def _expected(
     is_known = che.travel_samples and (now.is_local or round - now.since < now.patience)
     tau_ms = more * (half_life_ms(median_low(che.travel_samples), fast, more) if is_known else _USUAL * fast)
     sync_ms, *_ = now.merges_ms(che.sync_samples)
-    locals = [LocalCosts(cost, tau_ms) for cost in now.local_costs(che, overlaps)]
-    return options(shares, cuts, batch_rows, sync_ms, locals, shared)
+    local_costs = [LocalCosts(cost, tau_ms) for cost in now.local_costs(che, overlaps)]
+    return options(shares, cuts, batch_rows, sync_ms, local_costs, shared)
 
 
 def _best(now: Choice, found: Sequence[Option], compile_ms: float, clock_ms: float) -> Option:

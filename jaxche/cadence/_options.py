@@ -71,7 +71,7 @@ def options(
     cuts: Mapping[int, Cut],
     batch_rows: int,
     sync_ms: float,
-    locals: Sequence[LocalCosts],
+    local_costs: Sequence[LocalCosts],
     shared: int = 0,
 ) -> list[Option]:
     """All ways to use these replicas, with their progress.
@@ -91,13 +91,13 @@ def options(
       cuts: those of :meth:`RowShares.cuts`.
       batch_rows: rows of a whole batch.
       sync_ms: the time of a merge of exact sync.
-      locals: what local steps cost, for each way to merge them.
+      local_costs: what local steps cost, for each way to merge them.
       shared: the number of batches that local steps share, 0 if they are on whole batches.
     """
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
     found = _sync_options(ms, cuts, sync_ms)
-    for costs in locals:
+    for costs in local_costs:
         whole = _whole_options(ms, costs)
         if not shared:
             found += whole

@@ -435,7 +435,7 @@ class Rounds:
         choice = first and (state.choice or first)
         if choice is not None and choice.is_local and choice.overlap not in (overlaps := self._overlaps(state, given)):
             choice = replace(choice, overlap=overlaps[0], before_ms=0.0)
-            if state.che is not None:  # the measured merges are of the other kind
+            if state.che is not None and len(self._settings.overlaps) > 1:  # the measured merges are of the other kind
                 state = replace(state, che=replace(state.che, sync_samples=()))
         wire = (state.wire or WireChoice()) if self._settings.wire == "auto" and self.world_size > 1 else None
         shares = state.row_shares if self._settings.rows == "speed" else RowShares()
