@@ -19,7 +19,7 @@ from jaxche.cadence._tuner_progress import MergeCost, best_round_ms
 _AT_ONCE = 0.75
 # Progress of local steps beside merges, relative to steps that wait for them: moments are not merged. It falls further
 # with the time until the result of a merge comes in.
-_BESIDE = 0.92
+_BESIDE = 0.96
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LocalCosts(NamedTuple):
         return round_ms / (round_ms + self.merge.added_ms(round_ms))
 
     def worth(self, round_ms: float, tau_ms: float) -> float:
-        """The progress of local steps beside merges, relative to steps that wait for them, 0.92 / (1 + f T / τ)."""
+        """The progress of local steps beside merges, relative to steps that wait for them, 0.96 / (1 + f T / τ)."""
         overlap = self.merge.overlap
         return _BESIDE / (1 + overlap * round_ms / tau_ms) if overlap else 1.0
 
@@ -81,7 +81,7 @@ def options(
     cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     R = T / (T + C) is the share of the time that is not spent on merges; with overlap C is what a merge adds, and
-    D = 0.92 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
+    D = 0.96 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
     Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
     batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are then an option if they
     make more progress than all on whole batches.

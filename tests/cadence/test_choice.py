@@ -291,7 +291,7 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     assert overlapped._replace(merge=MergeCost(30.0, 0.5, 15.0)).rate(60.0) == 1.0
     assert overlapped._replace(merge=MergeCost(30.0, 0.5, 45.0)).rate(60.0) == pytest.approx(60 / 75)
     assert costs.worth(60.0, 1e3) == 1
-    assert overlapped.worth(60.0, 1e3) == pytest.approx(0.92 / (1 + 0.5 * 60 / 1e3))
+    assert overlapped.worth(60.0, 1e3) == pytest.approx(0.96 / (1 + 0.5 * 60 / 1e3))
     (waiting,), (beside,) = (
         [one for one in options(shares, shares.cuts(BATCH), BATCH, 30.0, [each]) if all(one.active) and not one.joined]
         for each in (costs, overlapped)
@@ -299,7 +299,7 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     # √(30 · 1000) ms, and as long as hides a merge.
     assert (waiting.round_ms, beside.round_ms) == (pytest.approx(30e3**0.5), 60.0)
     assert beside.progress / waiting.progress == pytest.approx(
-        (173.2 + 30) / 173.2 * (1 + 173.2 / 1e3) / (1 + 60 / 1e3) * 0.92 / (1 + 0.5 * 60 / 1e3), rel=1e-3
+        (173.2 + 30) / 173.2 * (1 + 173.2 / 1e3) / (1 + 60 / 1e3) * 0.96 / (1 + 0.5 * 60 / 1e3), rel=1e-3
     )
     # So it is for steps that share a batch, with their own τ.
     speed, rows = 1 / np.array([20, 20, 40, 80]), shares.cuts(BATCH)[1].rows
