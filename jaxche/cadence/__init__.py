@@ -4,6 +4,7 @@ from jaxche.cadence._checks import finite_number as finite_number
 from jaxche.cadence._checks import whole_number as whole_number
 from jaxche.cadence._choice import Choice as Choice
 from jaxche.cadence._choice import active_counts as active_counts
+from jaxche.cadence._choice import better_than_cadence as better_than_cadence
 from jaxche.cadence._choice import choose as choose
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict

@@ -8,8 +8,10 @@ from enum import IntEnum
 from statistics import median_low
 from typing import Any
 
+import numpy as np
+
 from jaxche.cadence._elche import TUNERS, ElChe
-from jaxche.cadence._options import LocalCosts, Option, alone_batches, options
+from jaxche.cadence._options import LocalCosts, Option, alone_batches, options, whole_options
 from jaxche.cadence._round_plan import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares
 from jaxche.cadence._shared_steps import more_steps
@@ -268,6 +270,35 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
     return tuple(found.get(rank, 0) for rank in range(len(choice.active)))
 
 
+def better_than_cadence(che: ElChe, batch_rows: int) -> str:
+    """What ``policy="auto"`` would expect more progress of than of ``che``, whole batches on all replicas, in one line.
+
+    Empty if there is nothing clearly better, or if merges and movement are not measured.
+    """
+    if not (all(che.ms_per_batch) and che.sync_samples and che.travel_samples and TUNERS[che.tuner].chooses_round_ms):
+        return ""
+    now, shares, world_size = Choice(ApplyPolicy.CADENCE, overlap=che.overlap), RowShares(), che.world_size
+    while not shares.is_measured:
+        shares = shares.report([1] * world_size, [batch_rows] * world_size, che.ms_per_batch)
+    best = max(_expected(now, shares, che, batch_rows, 0, 1, (che.overlap,)), key=lambda one: one.progress)
+    cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
+    tau_ms = half_life_ms(median_low(che.travel_samples), min(che.ms_per_batch))
+    *_, same = whole_options(np.array(che.ms_per_batch), LocalCosts(cost, tau_ms))
+    if best.progress < _BETTER * same.progress:
+        return ""
+    return f"policy='auto' expects {best.progress / same.progress:.2f} times the progress of {_described(best)}"
+
+
+def _described(option: Option) -> str:
+    """An option in a few words."""
+    if option.policy is ApplyPolicy.SYNC:
+        batches = "a batch" if option.joined == 1 else f"{option.joined} batches"
+        return f"exact sync of {batches} in {option.round_ms:.3g} ms"
+    if sum(option.active) == 1:
+        return f"rank {option.active.index(True)} alone"
+    return f"local steps{' that share batches' * bool(option.joined)} in rounds of {option.round_ms:.3g} ms"
+
+
 def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
     """The choice and its rivals in one line."""
     rivals: dict[str, float] = {}
@@ -275,17 +306,11 @@ def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
         if not one.active:
             name = one.policy.value + f" with overlap={one.overlap:g}" * bool(one.overlap)
             rivals[name] = max(one.progress, rivals.get(name, 0.0))
-    if best.policy is ApplyPolicy.SYNC:
-        what = f"exact sync of {best.joined} batches in {best.round_ms:.3g} ms"
-    elif sum(best.active) == 1:
-        what = f"rank {best.active.index(True)} alone"
-    else:
-        what = f"local steps{' that share batches' * bool(best.joined)} in rounds of {best.round_ms:.3g} ms"
     idle = [rank for rank, active in enumerate(best.active) if not active]
     others = ", ".join(f"{name} {progress:.2f}" for name, progress in rivals.items())
     beside = f" beside the first {best.overlap:.0%} of the next round" if best.overlap else ""
     out = f"; ranks {idle} would add nothing: leave them out, or give them evaluation" if idle else ""
     return (
-        f"{what} and {sync_ms:.3g} ms to merge{beside}: {best.rate:.0%} of the summed speed, {best.progress:.2f} times "
-        f"the progress of the fastest alone ({others}){out}"
+        f"{_described(best)} and {sync_ms:.3g} ms to merge{beside}: {best.rate:.0%} of the summed speed, "
+        f"{best.progress:.2f} times the progress of the fastest alone ({others}){out}"
     )

@@ -98,7 +98,7 @@ def options(
     ms = fixed + slope * batch_rows
     found = _sync_options(ms, cuts, sync_ms)
     for costs in local_costs:
-        whole = _whole_options(ms, costs)
+        whole = whole_options(ms, costs)
         if not shared:
             found += whole
             continue
@@ -136,7 +136,7 @@ def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: LocalCosts) -> 
     return Option(ApplyPolicy.CADENCE, shared, (), rate * worth * fast, rate / speed.sum(), length, merge.overlap)
 
 
-def _whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
+def whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
     """Local steps on whole batches, by the fastest replica, by the two fastest, and so on to all."""
     speed, world, fast = 1 / ms, len(ms), float(ms.min())
     order = np.argsort(ms, kind="stable")

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, is_long_merge, merge_share
+from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, better_than_cadence, is_long_merge, merge_share
 from jaxche.distributed import ElasticGroup
 from jaxche.messages import brief, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs
@@ -384,6 +384,8 @@ class Trainer(Rounds):
     def explain(self, state: TrainerState) -> str:
         """What the trainer does with its replicas, and why, in one line.
 
+        Under the policy ``cadence`` also what ``"auto"`` expects more progress of, if there is something.
+
         Args:
           state: after the rounds from which speeds and merges are measured.
         """
@@ -392,6 +394,8 @@ class Trainer(Rounds):
         if state.wire is not None and state.wire.reason:
             parts.append(state.wire.reason)
         elif advice := self._cheaper_syncs(state) or self._cheaper_merges(state):
+            parts.append(advice)
+        if advice := self._better_policy(state):
             parts.append(advice)
         if state.che is not None and state.che.limit and self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
             parts.append(state.che.limit)
@@ -417,6 +421,19 @@ class Trainer(Rounds):
             groups = self._settings.groups.ranks
             policy += f"; groups {groups} merge {state.group_merges} times in a round, the last time with all"
         return policy
+
+    def _better_policy(self, state: TrainerState) -> str:
+        """What ``policy="auto"`` expects more progress of than of whole batches between merges, in one line."""
+        settings, rows = self._settings, self._engine.batch_size
+        is_given = (
+            settings.outer is not None or settings.scaling is not None or settings.staged or settings.groups.ranks
+        )
+        is_sharded = state.stream is not None and self._has_peers  # whose rows may have to stay in their process
+        if self.policy is not ApplyPolicy.CADENCE or settings.rows != "equal" or is_given or is_sharded:
+            return ""
+        if state.che is None or settings.average != "parameters" or not rows:
+            return ""
+        return better_than_cadence(state.che, rows)
 
     def _cheaper_merges(self, state: TrainerState) -> str:
         """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxche
-from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
+from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, better_than_cadence, choose
 from jaxche.cadence._choice import Kind
 from jaxche.cadence._options import LocalCosts, alone_batches, options
 from jaxche.cadence._shared_steps import effective_ranks, more_steps, shared_worth
@@ -385,3 +385,37 @@ def test_repr_leaves_the_reason_out():
     local = Choice(ApplyPolicy.CADENCE, 0, (True, False, True), "a reason", 9)
     assert repr(local) == "Choice(policy 'cadence' since round 9, 2 of 3 replicas)"
     assert repr(Choice(ApplyPolicy.CADENCE, 2)) == "Choice(policy 'cadence' since round 0, 2 batches a step)"
+
+
+@pytest.mark.parametrize(
+    ("ms", "sync_ms", "line"),
+    [
+        ((20, 20, 40, 80), 0.2, "exact sync of a batch in 7.5 ms"),
+        ((20, 20, 20, 20), 1.0, "local steps that share batches in rounds of 20 ms"),
+        ((20, 50), 100.0, "rank 0 alone"),
+        ((20, 20, 40, 80), 11.0, ""),
+    ],
+)
+def test_a_cadence_of_whole_batches_is_compared_with_what_auto_would_choose(ms, sync_ms, line):
+    shares, che = measured(ms, sync_ms, 3e3)
+    text = better_than_cadence(che, BATCH)
+    assert text.endswith(line)
+    assert bool(text) == bool(line)
+    if line:
+        # As much as "auto" itself expects, relative to local steps on whole batches by all replicas.
+        progress = float(
+            re.search(r"([\d.]+) times", choose(Choice(ApplyPolicy.CADENCE), shares, che, BATCH, 10).reason)[1]
+        )
+        costs = LocalCosts(MergeCost(sync_ms), 0.45 * 3e3)
+        whole = [one for one in options(shares, shares.cuts(BATCH), BATCH, sync_ms, [costs]) if not one.active]
+        same = max(one.progress for one in whole if one.policy is ApplyPolicy.CADENCE)
+        assert float(re.search(r"expects ([\d.]+) times", text)[1]) == pytest.approx(progress / same, abs=0.02)
+
+
+def test_a_cadence_is_compared_once_merges_and_movement_are_measured():
+    _, che = measured((20, 20, 40, 80), 0.2, 3e3)
+    assert better_than_cadence(che, BATCH)
+    for missing in ({"sync_samples": ()}, {"travel_samples": ()}, {"ms_per_batch": (20.0, 20.0, 40.0, 0.0)}):
+        assert better_than_cadence(replace(che, **missing), BATCH) == ""
+    # The other tuners follow an overhead target.
+    assert better_than_cadence(replace(che, tuner="steady"), BATCH) == ""

@@ -1,6 +1,7 @@
 """What a prompt shows of a trainer and of what it gives: one line each."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import jax
@@ -97,6 +98,28 @@ def test_explain_has_no_advice_on_the_merges_of_a_single_replica(problem, device
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
     state, _ = trainer.round(trainer.init(problem.params), problem.data)
     assert trainer.explain(state) == "policy='cadence', as given"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_advised"),
+    [
+        ({}, True),
+        ({"policy": "async"}, False),
+        ({"rows": "speed"}, False),
+        ({"average": "gradients"}, False),
+        ({"outer": optax.sgd(1.0)}, False),
+        ({"groups": [[0, 1]]}, False),
+        ({"scaling": jaxche.AdaScale()}, False),
+    ],
+)
+def test_explain_has_what_auto_expects_more_progress_of(problem, devices, options, is_advised):
+    fleet = jaxche.VirtualFleet([20.0, 20.0, 40.0, 80.0], sync_ms=0.2)
+    trainer = jaxche.Trainer(problem.loss, optax.adam(1e-3), replicas=devices[:4], fleet=fleet, **options)
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, epochs=3, progress=False)
+    line = r"; policy='auto' expects 1\.\d\d times the progress of exact sync of 2 batches in 15 ms$"
+    assert bool(re.search(line, trainer.explain(state))) == is_advised
+    # Not before a round has measured anything.
+    assert "auto" not in trainer.explain(trainer.init(problem.params))
 
 
 def measured(ms):
