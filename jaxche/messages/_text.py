@@ -21,17 +21,16 @@ def brief(value: Any, most: int = 80) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     if type(value) in (list, tuple):
-        text, (left, right) = ", ".join(map(brief, value[:most])), "[]" if isinstance(value, list) else "()"
-        text = f"{left}{text}{right}"
+        left, right = "[]" if isinstance(value, list) else "()"
+        text = left + ", ".join(map(brief, value[:most])) + right
     elif type(value) is dict:
         text = "{" + ", ".join(f"{name!r}: {brief(value[name])}" for name in list(value)[:most]) + "}"
     elif hasattr(value, "__qualname__") and not isinstance(value, type):
         text = f"<{type(value).__name__} {value.__qualname__.replace('<locals>.', '')}>"
     else:
-        # The repr of a model has a page.
-        text = repr(value)
-        text = text if "\n" not in text or isinstance(value, str) else f"{type(value).__name__}(...)"
-        text = re.sub(r" at 0x[0-9a-f]+", "", text)
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        if "\n" in text:  # the repr of a model has a page
+            text = f"{type(value).__name__}(...)"
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -81,10 +80,7 @@ def odd_ones(
     beside: Mapping[str, Sequence[str]] | None = None,
     most: int = 8,
 ) -> OddOnes:
-    """Find the ``processes`` that differ from the majority in a column.
-
-    The table also has the columns ``beside``, which are not compared, and at most ``most`` rows.
-    """
+    """The ``processes`` that differ from the majority in a column; the table also has the columns ``beside``."""
     columns, beside = {name: values for name, values in columns.items() if len(set(values)) > 1}, beside or {}
     if not columns:
         return OddOnes((), {}, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -22,11 +23,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 
 def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
-    """A public call whose errors have no frames of this package.
-
-    An error that this package raises about an argument ends in the line of the user; one raised in the user's own
-    functions keeps their frames. Other errors are unexpected, and keep all.
-    """
+    """A public call without frames of this package in its errors, except in unexpected ones."""
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,14 +54,9 @@ def without_library(trace: TracebackType | None) -> TracebackType | None:
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
     """The entries of the user's functions, and of what they call outside of this package; None without any."""
-    entries = _entries(trace)
-    kinds = [_kind(entry) for entry in entries]
     # Before the first function of the user are those of JAX, of threads and of context managers.
-    return _chain(
-        entry
-        for i, (entry, kind) in enumerate(zip(entries, kinds, strict=True))
-        if kind == "user" or (kind == "library" and "user" in kinds[:i])
-    )
+    entries = itertools.dropwhile(lambda entry: _kind(entry) != "user", _entries(trace))
+    return _chain(entry for entry in entries if _kind(entry) != "own")
 
 
 def _entries(trace: TracebackType | None) -> list[TracebackType]:

@@ -86,9 +86,9 @@ class Advice:
     @property
     def line(self) -> str:
         """The arguments of the trainer for the best choice; empty if the current counts are the best."""
-        ranks = [rank for rank, n in enumerate(self.best.counts) if n]
         if self.best.counts == self.now.counts:
             return ""
+        ranks = [rank for rank, n in enumerate(self.best.counts) if n]
         if len(ranks) == 1:
             return f"replicas=[devices[{ranks[0]}]]"
         part = "" if len(ranks) == len(self.best.counts) else f"replicas=[devices[r] for r in {ranks}], "
@@ -103,9 +103,7 @@ class Advice:
         """The advice in one sentence."""
         text = f"gradient noise scale {_short(self.noise)} examples: "
         if len(self.best.counts) == 1:
-            return (
-                text + f"no multiple of the batch of {_short(self.now.batch)} is better at the same examples a second"
-            )
+            return f"{text}no multiple of the batch of {_short(self.now.batch)} is better at the same examples a second"
         ranks = [rank for rank, n in enumerate(self.best.counts) if n]
         alone = len(ranks) == 1
         text += f"rank {ranks[0]} alone " if alone else f"{_by_rank(self.best.counts)} steps between merges "

@@ -16,10 +16,10 @@ from jaxche.reports._history import History
 from jaxche.reports._round_info import RoundInfo
 
 _log = logging.getLogger("jaxche")
-
-
-# The most of the time that a live plot may take.
+# The largest share of the time that a live plot may take.
 _DRAWING = 0.1
+# Loggers get the steps and waits of at most this many ranks.
+_RANKS = 16
 
 
 class LivePlot:
@@ -83,9 +83,6 @@ def _notebook_display() -> Any:
     except ImportError:
         return None
     return display.display if hasattr(get_ipython(), "kernel") else None
-
-
-_RANKS = 16
 
 
 def scalars(info: RoundInfo) -> dict[str, float]:

@@ -189,16 +189,13 @@ class ReadRecord(NamedTuple):
 
 
 def read_record(data: bytes) -> ReadRecord:
-    """Read the lines of :meth:`History.to_json`; a damaged line does not affect the others.
-
-    The last round of a run may have a second line, with the results of an evaluation at its end, which replaces the
-    first.
-    """
+    """Read the lines of :meth:`History.to_json`; a damaged line does not affect the others."""
     *lines, rest = data.split(b"\n")
     found = ReadRecord([], [], [])
     for number, line in enumerate([*lines, *filter(None, [rest])], 1):
         try:
             info = _round_info(json.loads(line.decode()))
+            # An evaluation at the end of a run writes the last round a second time.
             if found.rounds and _is_evaluated(found.rounds[-1], info):
                 del found.rounds[-1]
             found.rounds.append(info)

@@ -64,7 +64,7 @@ class RoundList(list[RoundInfo]):
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        return unpacked(found) if not isinstance(key, slice) else _of_items(found)
+        return _of_items(found) if isinstance(key, slice) else unpacked(found)
 
     def __iter__(self) -> Iterator[RoundInfo]:
         return map(unpacked, super().__iter__())
