@@ -32,36 +32,27 @@ class Estimates(NamedTuple):
 
 
 def local_estimates(noise: NoiseScale, sums: Sums, mean_grads: Any, *, opt_state: Any = None) -> Estimates:
-    """Estimates from the sums and the mean gradient of the batches of one replica, which takes local steps.
-
-    Each replica compares only its own gradients, so differences between the parameters of replicas do not count as
-    noise. Differences between its own steps do, so rounds must be short compared with the time in which the gradient
-    changes. A replica with fewer than two batches contributes nothing.
-    """
+    """Estimates from the sums and the mean gradient of the batches of one replica; all 0 for fewer than two batches."""
+    # Each replica compares only its own gradients, so differences between the parameters of replicas do not count as
+    # noise. Differences between its own steps do, so rounds must be short compared with the time in which the gradient
+    # changes.
     active, factors = precondition(opt_state, mean_grads)
     sqr, trace = solve(sums, group_squares(noise.groups, jax.tree.leaves(mean_grads), factors))
-    several = sums.contributors >= 2
-    weight = jnp.where(several, sums.contributors - 1, jnp.zeros_like(sums.contributors))
-
-    def if_several(x: jax.Array) -> jax.Array:
-        return jnp.where(several, x, jnp.zeros_like(x))
-
-    return Estimates(
-        sqr=if_several(weight * sqr),
-        trace=if_several(weight * trace),
+    weight = sums.contributors - 1
+    estimates = Estimates(
+        sqr=weight * sqr,
+        trace=weight * trace,
         weight=weight,
         preconditioned=weight * active.astype(jnp.float32),
-        examples=if_several(sums.examples),
-        contributors=if_several(sums.contributors),
+        examples=sums.examples,
+        contributors=sums.contributors,
     )
+    return jax.tree.map(lambda x: jnp.where(sums.contributors >= 2, x, jnp.zeros_like(x)), estimates)
 
 
 def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale:
-    """The next noise scale, from the summed estimates of all replicas.
-
-    The averages do not change if no replica had two batches, if a number is not finite, or if only some of the replicas
-    have preconditioned gradients.
-    """
+    """The next noise scale, from the summed estimates of all replicas; the same if they are not finite or not alike."""
+    # Not finite, too, if no replica had two batches.
     sqr, trace = estimates.sqr / estimates.weight, estimates.trace / estimates.weight
     active = estimates.preconditioned > 0
     alike = ~active | (estimates.preconditioned == estimates.weight)

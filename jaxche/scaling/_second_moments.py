@@ -79,12 +79,11 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
     """
     if isinstance(opt_state, Preconditioner):
         return opt_state
-    paths = jax.tree.leaves_with_path(grads)
     found = _find(opt_state, b2, eps)
     per_leaf: list[tuple[Any, _Moments] | None] = []
-    for path, leaf in paths:
-        hits = [m for m in found if path in m.by_path and m.by_path[path].shape == jnp.shape(leaf)]
-        per_leaf.append((hits[0].by_path[path], hits[0]) if hits else None)
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        hits = ((m.by_path[path], m) for m in found if path in m.by_path and m.by_path[path].shape == jnp.shape(leaf))
+        per_leaf.append(next(hits, None))
     used = [hit for hit in per_leaf if hit is not None]
     if not used:
         nodes = filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state))
@@ -117,10 +116,8 @@ def has_second_moments(opt_state: Any) -> bool:
 
 
 def has_moments_of_magnitudes(tx: Any, params: Any, **extra_args: Any) -> bool:
-    """Whether ``nu`` of an optimizer grows as gradients do and not as their squares, as in ``optax.adamax``.
-
-    It updates parameters with one entry in each array, once with gradients of each size. False if it refuses them.
-    """
+    """Whether ``nu`` of an optimizer grows as gradients do and not as their squares, as in ``optax.adamax``."""
+    # Parameters with one entry in each array are updated once with gradients of each size.
     small = jax.tree.map(lambda x: jnp.zeros((1,) * len(x.shape), x.dtype), params)
 
     def nus(size: float) -> list[Any]:
@@ -131,7 +128,7 @@ def has_moments_of_magnitudes(tx: Any, params: Any, **extra_args: Any) -> bool:
     try:
         # By differences, so that what is added to each does not count; small sizes, which are not clipped.
         found = np.asarray([jnp.concatenate(nus(size)) for size in 2.0 ** np.arange(-20, -16)], np.float64)
-    except Exception:  # e.g. of masks for the shapes of the parameters
+    except Exception:  # the optimizer refuses them, e.g. because of masks for the shapes of the parameters
         return False
     steps = np.diff(found, axis=0)
     return bool(((steps[0] > 0) & np.isclose(steps[1:], 2 * steps[:-1], rtol=0.05, atol=0).all(0)).any())
