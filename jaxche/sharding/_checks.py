@@ -67,10 +67,7 @@ def check_transform(name: str, tx: Any) -> None:
 
 
 def check_update(tx: Any, *trees: Any, **extra: Any) -> None:
-    """ValueError for a transformation whose update needs more than gradients, parameters, ``value=`` and ``extra``.
-
-    The trees of parameters, or their shapes, are those that it updates: one, or that of each stage.
-    """
+    """ValueError unless ``tx`` updates each tree of parameters, or shapes, from gradients, ``value=`` and ``extra``."""
 
     def update(params: Any, value: Any) -> Any:
         return with_extra_args(tx).update(params, tx.init(params), params, value=value, **extra)

@@ -187,10 +187,8 @@ def compare_strategies(
 
 
 def default_strategies(devices: Sequence[Device], node: int | None = None) -> tuple[ShardingStrategy, ...]:
-    """The strategies to compare; the hybrid ones only where nodes have two devices or more, and divide the devices.
-
-    ``node`` is the devices of a node; default: those of a process, or half of those of a single process.
-    """
+    """The strategies to compare; hybrid ones only where nodes of ``node`` devices have at least two, and divide all."""
+    # By default a node is a process, or half of a single one.
     processes = len({device.process_index for device in devices})
     node = node or len(devices) // (processes if processes > 1 else 2)
     flat = (NoShard(), ShardGradOp(), FullShard())

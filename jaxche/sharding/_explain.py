@@ -156,26 +156,21 @@ def explain(layout: Layout, compiled: Any, state: Any, batch: Any, accumulate: i
 
 
 def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = None) -> float:
-    r"""Bytes a device sends in a step, by ring algorithms.
-
-    With ``n`` devices along ``shard``, ``R`` along ``replica`` and ``k`` micro-batches, for a leaf of ``P`` bytes:
-    :math:`(n-1)/n \cdot P` for each gather and each reduce-scatter (FullShard: ``2k`` and ``k``, ShardGradOp: 1 and
-    ``k``), :math:`2 (R-1)/R \cdot P/n` for the sum of slices over ``replica``, and :math:`2 (nR-1)/(nR) \cdot P` for
-    a leaf that is whole. ``compute_dtype`` is the dtype in which real parameters are gathered, if not their own.
-    """
+    """Bytes a device sends in a step by ring algorithms, if real parameters are gathered in ``compute_dtype``."""
     nodes, count = layout.mesh.shape.get(REPLICA, 1), layout.mesh.shape[SHARD]
     total = 0.0
     for leaf in layout.leaves:
         elements = math.prod(leaf.shape)
         size, summed = (elements * jnp.dtype(d).itemsize for d in (leaf.dtype, sum_dtype(leaf.dtype)))
-        if leaf.axis is None:
+        if leaf.axis is None:  # an all-reduce of the whole gradient
             total += 2 * (layout.devices - 1) / layout.devices * summed
             continue
-        if layout.strategy.shards_params:
+        if layout.strategy.shards_params:  # for the forward and for the backward pass of each micro-batch
             cast = compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
             gathered = 2 * accumulate * elements * jnp.dtype(compute_dtype if cast else leaf.dtype).itemsize
         else:
             gathered = size
+        # Gathers and reduce-scatters over shard, and an all-reduce of the slices over replica.
         total += (count - 1) / count * (gathered + accumulate * summed) + 2 * (nodes - 1) / nodes * summed / count
     return total
 

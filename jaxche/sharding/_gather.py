@@ -6,7 +6,6 @@ Transpositions of gradients are deferred until after the reduce-scatter, when on
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +51,7 @@ def all_gather(layout: Layout, tree: Any) -> Any:
 
     def of_bucket(leaves: list[Leaf], slices: list[Any]) -> list[Any]:
         rows = lax.all_gather(jnp.concatenate([x.ravel() for x in slices]), SHARD)
-        parts = jnp.split(rows, _offsets([x.size for x in slices]), axis=1)
+        parts = jnp.split(rows, np.cumsum([x.size for x in slices])[:-1], axis=1)
         return [
             jnp.moveaxis(part.reshape(count, *x.shape), 0, _axis(leaf)).reshape(leaf.shape)
             for leaf, x, part in zip(leaves, slices, parts, strict=True)
@@ -78,7 +77,7 @@ def reduce_scatter(layout: Layout, tree: Any) -> Any:
         pieces = [_cut(leaf, x, count) for leaf, x in zip(leaves, arrays, strict=True)]
         rows = jnp.concatenate([x.reshape(count, -1) for x in pieces], axis=1)
         summed = from_real(lax.psum_scatter(as_real(rows), SHARD), rows)
-        parts = jnp.split(summed, _offsets([x.size // count for x in pieces]))
+        parts = jnp.split(summed, np.cumsum([x.size // count for x in pieces])[:-1])
         return [part.reshape(x.shape[1:]) for part, x in zip(parts, pieces, strict=True)]
 
     def of_leaf(leaf: Leaf, x: Any) -> Any:
@@ -89,11 +88,9 @@ def reduce_scatter(layout: Layout, tree: Any) -> Any:
 
 
 def as_real(x: Any) -> Any:
-    """A complex array as real numbers, with one more axis of two; others as they are.
-
-    XLA for the CPU aborts the process at a sum of complex constants over devices, such as the gradients of a complex
-    parameter that a loss does not use.
-    """
+    """A complex array as real numbers, with one more axis of two; others as they are."""
+    # XLA for the CPU aborts the process at a sum of complex constants over devices, such as the gradients of a complex
+    # parameter that a loss does not use.
     return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
 
 
@@ -103,12 +100,10 @@ def from_real(x: Any, like: Any) -> Any:
 
 
 def gather_twice(forward: Callable[..., Any], gather: Callable[..., Any], params: Any) -> Any:
-    """``forward(gather(params))``, ``(loss, pullback, aux)``, whose pullback gathers the parameters again.
-
-    Residuals that are parameters, or rearranged parameters, are recomputed from the second gather. A policy for
-    ``jax.checkpoint`` could do the same, but it rounds all other residuals to their own precision, which the CPU
-    compiler does not remove.
-    """
+    """``forward(gather(params))``, ``(loss, pullback, aux)``, whose pullback gathers the parameters again."""
+    # Residuals that are parameters, or rearranged parameters, are recomputed from the second gather. A policy for
+    # jax.checkpoint could do the same, but it rounds all other residuals to their own precision, which the CPU compiler
+    # does not remove.
     leaves, treedef = jax.tree.flatten(gather(params))
     closed, shapes = jax.make_jaxpr(lambda *leaves: forward(treedef.unflatten(leaves)), return_shape=True)(*leaves)
     # Variable -> the parameter it is a rearrangement of, and the equations in between.
@@ -140,11 +135,9 @@ def gather_twice(forward: Callable[..., Any], gather: Callable[..., Any], params
 
 
 def deferred_gradients(pullback: Callable[..., Any], cotangent: Any) -> Any:
-    """The gradients of a pullback, with a transposition that comes last deferred.
-
-    The gradient of a matrix product ends in one. Before a reduce-scatter it would transpose the whole array, and some
-    compilers would choose a slower product to avoid that.
-    """
+    """The gradients of a pullback, with a transposition that comes last deferred."""
+    # The gradient of a matrix product ends in one. Before a reduce-scatter it would transpose the whole array, and some
+    # compilers would choose a slower product to avoid that.
     closed, shapes = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0], return_shape=True)(cotangent)
     last = {
         equation.outvars[0]: equation.params["permutation"]
@@ -181,10 +174,6 @@ def _buckets(leaves: Sequence[Leaf], values: list[Any], parts: int) -> list[list
     sizes = [parts * values[i].size * values[i].dtype.itemsize for i in cut]
     kinds = [i if size > _SMALL_BYTES else values[i].dtype for i, size in zip(cut, sizes, strict=True)]
     return [[cut[j] for j in bucket] for bucket in in_buckets(kinds, sizes, _BUCKET_BYTES)]
-
-
-def _offsets(sizes: list[int]) -> list[int]:
-    return list(itertools.accumulate(sizes[:-1]))
 
 
 def _cut(leaf: Leaf, x: Any, count: int) -> Any:

@@ -158,10 +158,8 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
 
 
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
-    """``(params, model_state, batch, rng) -> (grads, loss, metrics), (model_state, *outputs)`` of this device's rows.
-
-    Gradients of sliced leaves are reduce-scattered. All are :class:`DeferredTranspose`.
-    """
+    """``(params, model_state, batch, rng) -> (grads, loss, metrics), (model_state, *outputs)`` of a device's rows."""
+    # All gradients are DeferredTransposes. Those of sliced leaves are reduce-scattered.
     gathers, scatters = layout.gathers, layout.strategy.shards_state
 
     def whole(params: Any) -> Any:

@@ -75,7 +75,7 @@ def _in_computation(name: str, bodies: dict[str, list[str]], times: int, devices
     for line in bodies.get(name, ()):
         match = _COLLECTIVE.search(line)
         if match:
-            groups = _groups(line, devices)
+            groups = tuple(map(tuple, _groups(line, devices)))
             if any(len(group) > 1 for group in groups):
                 found.append(Collective(match[2], _nbytes(match[1], bool(match[3]), match[2]), groups, times))
             continue
@@ -100,7 +100,7 @@ def _nbytes(result: str, started: bool, kind: str) -> int:
     return sum(arrays)
 
 
-def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+def _groups(line: str, devices: int) -> list[list[int]]:
     named = _NAMED.search(line)
     if named:
         return _named_groups(named[1], named[2])
@@ -108,14 +108,14 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if iota:
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         numbers: Any = np.arange(devices).reshape(dims)
-        return tuple(tuple(group) for group in numbers.transpose(order).reshape(shape).tolist())
+        return numbers.transpose(order).reshape(shape).tolist()
     listed = _LISTED.search(line)
     if listed is None or listed[1] == "{}":
-        return (tuple(range(devices)),)
-    return tuple(tuple(group) for group in json.loads(listed[1].replace("{", "[").replace("}", "]")))
+        return [list(range(devices))]
+    return json.loads(listed[1].replace("{", "[").replace("}", "]"))
 
 
-def _named_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+def _named_groups(mesh: str, axes: str) -> list[list[int]]:
     """Groups along axes of a named mesh; ``'shard':(2)4`` is a part of an axis, its middle 4."""
     parts = {name: (int(before or 1), int(size or 0)) for name, before, size in _PART.findall(axes)}
     shape, chosen = [], []
@@ -128,5 +128,4 @@ def _named_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
     numbers = np.arange(math.prod(shape)).reshape(shape)
     rest = [i for i in range(len(shape)) if i not in chosen]
     members = math.prod(shape[i] for i in chosen)
-    groups: Any = numbers.transpose(rest + chosen).reshape(-1, members).tolist()
-    return tuple(tuple(group) for group in groups)
+    return numbers.transpose(rest + chosen).reshape(-1, members).tolist()

@@ -17,13 +17,10 @@ from jaxche.sharding._checks import flax_kind
 
 # The names of a random key.
 RNG_NAMES = ("rng", "key")
-
 # Names of the labels of a batch, in a loss function that gets the arrays of a batch one by one.
 _LABELS = ("y", "label", "labels", "target", "targets")
-
 # Names of the batch.
 _BATCHES = ("batch", "data")
-
 # The attributes of a TrainState.
 _TRAIN_STATE = ("params", "apply_fn", "apply_gradients", "opt_state", "tx", "step", "batch_stats")
 

@@ -13,10 +13,7 @@ _CELL, _ROW, _GAP, _LEFT, _MOST = 76, 15, 10, 10, 8
 
 
 def devices_svg(strategy: str, cut: Mapping[str, bool], axes: Mapping[str, int], names: list[str]) -> str:
-    """The devices of a mesh as SVG, a row for each copy of the parameters, with the slices that each device keeps.
-
-    ``axes`` has the number of devices along each axis of the mesh; what is ``cut`` is cut along the last one.
-    """
+    """The slices on each device of a mesh as SVG, a row for each copy; ``cut`` trees are cut along the last axis."""
     caption = f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     across = list(axes.values())[-1]
     down = math.prod(axes.values()) // across

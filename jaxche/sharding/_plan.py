@@ -210,15 +210,14 @@ def _nnx_step(model: Any, inputs: Sequence[Any]) -> _Step:
 
 
 def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """The inputs that are arrays, and a function that puts given arrays in their place among all inputs."""
-    is_array = [all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and x is not None for x in inputs]
-    others = [None if array else x for x, array in zip(inputs, is_array, strict=True)]  # no tracers of the arrays
+    """The inputs with None for those that are no arrays, and a function that puts the others in these places again."""
+    arrays = [x if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) else None for x in inputs]
+    others = [x if array is None else None for x, array in zip(inputs, arrays, strict=True)]  # no tracers of the arrays
 
-    def with_arrays(arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        return [next(given) if array else x for x, array in zip(others, is_array, strict=True)]
+    def with_arrays(given: Any) -> list[Any]:
+        return [x if array is None else array for x, array in zip(others, given, strict=True)]
 
-    return [x for x, array in zip(inputs, is_array, strict=True) if array], with_arrays
+    return arrays, with_arrays
 
 
 def _mean_square(output: Any) -> Any:
