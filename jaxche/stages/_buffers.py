@@ -24,10 +24,8 @@ def to_host(leaves: Sequence[Any]) -> list[np.ndarray]:
 
 
 def on_device(tree: Any, device: Device) -> Any:
-    """The numpy arrays of a tree on a device, without a copy on the CPU backend if they are aligned.
-
-    It takes a third of the time of ``jax.device_put`` per leaf.
-    """
+    """The numpy arrays of a tree on a device, without a copy on the CPU backend if they are aligned."""
+    # It takes a third of the time of jax.device_put for each leaf.
     sharding = _sharding(device)
     return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, sharding, lambda _: value), tree)
 
@@ -36,20 +34,15 @@ _sharding = functools.lru_cache(SingleDeviceSharding)  # its properties are comp
 
 
 def are_small_and_ready(leaves: Sequence[Any], limit: int) -> bool:
-    """Whether leaves are computed and have at most ``limit`` bytes.
-
-    Writing them takes less time than handing them to a thread.
-    """
+    """Whether leaves are computed and at most ``limit`` bytes, so that a thread would cost more than to write them."""
     small = sum(getattr(leaf, "nbytes", 0) for leaf in leaves) <= limit
     return small and all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
 
 
 def write_all(write: Callable[[Sequence[memoryview]], int], parts: Sequence[Any]) -> None:
-    """Write buffers one after the other with few calls of ``write``, e.g. ``socket.sendmsg``, which may write a part.
-
-    Small buffers go out with what follows them: a packet of its own would wake the reader once more, and a write of
-    its own to a file ends in the middle of a page.
-    """
+    """Write buffers in order with few calls of ``write``, e.g. ``socket.sendmsg``, which may write a part of them."""
+    # A small buffer goes out with the next one: a packet of its own would wake the reader once more, and a write of its
+    # own to a file ends in the middle of a page.
     left = [memoryview(part).cast("B") for part in parts if len(part)]
     while left:
         written = write(left[:_MAX_BUFFERS])

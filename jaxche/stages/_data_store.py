@@ -97,10 +97,9 @@ class DataStore:
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
-        url = self.url
-        if not isinstance(url, str | os.PathLike) or not os.fspath(url):
-            raise ValueError(f'url={url!r} must be a folder or a bucket; write e.g. DataStore("/shared/run")')
-        object.__setattr__(self, "url", os.fspath(url))
+        if not isinstance(self.url, str | os.PathLike) or not os.fspath(self.url):
+            raise ValueError(f'url={self.url!r} must be a folder or a bucket; write e.g. DataStore("/shared/run")')
+        object.__setattr__(self, "url", os.fspath(self.url))
         size = checked_micro_batch_size(self.micro_batch_size, self.schedule)
         object.__setattr__(self, "micro_batch_size", size)
         if not isinstance(self.run, str) or not _RUN.fullmatch(self.run):
@@ -144,10 +143,7 @@ class _Sent(NamedTuple):
 
 
 class StoreWire(Wire):
-    """The wire of one process through the objects of a run, which saves a state every ``save_every`` steps.
-
-    The processes agree on the identity of the run at the first send or receive.
-    """
+    """The wire of one process through the objects of a run, which saves a state every ``save_every`` steps."""
 
     def __init__(self, run: StoreRun, save_every: int):
         self._run, self._save_every = run, save_every

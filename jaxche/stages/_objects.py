@@ -71,9 +71,7 @@ class Objects:
         self.delete(self.names(folder))
 
     def create(self, key: str, buffers: Sequence[Any]) -> None:
-        """Write a new object atomically. If it exists with an equal first buffer, which implies equal content, do
-        nothing; raise ValueError if it exists with other content.
-        """
+        """Write a new object atomically, unless it exists with an equal first buffer, which implies equal content."""
         head = bytes(buffers[0])
         if self._create(key, buffers, len(head)) not in (None, head):
             raise ValueError(
@@ -180,11 +178,10 @@ class Objects:
 
 
 class Folder(Objects):
-    """The objects of one run in a folder, written, read and deleted by system calls.
+    """The objects of one run in a folder, written, read and deleted by system calls."""
 
-    A partially written file has the name that obstore gives it, ``key#1``, which no listing shows. Large files are
-    mapped: their arrays are the pages of the file, and stay valid after it is deleted. A complete file never changes.
-    """
+    # A partially written file has the name that obstore gives it, key#1, which no listing shows. A complete file never
+    # changes. Large files are mapped: their arrays are the pages of the file, and stay valid after it is deleted.
 
     is_local = True
 
@@ -290,14 +287,10 @@ def open_store(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def probe(url: str, options: Mapping[str, Any], name: str, sizes: Sequence[int] = (16,)) -> list[tuple[float, float]]:
-    """Write, read and delete an object of each size; returns the seconds that writing and reading took.
-
-    A request that fails is sent once more, for ten seconds at most.
-
-    Raises ConnectionError for a store that cannot do one of these, or that overwrites on a create.
-    """
+    """Write, read and delete an object of each size; returns the seconds that writing and reading took."""
     from obstore.exceptions import AlreadyExistsError, BaseError
 
+    # A request that fails is sent once more.
     store = open_store(url, {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}, **options})
     key, tried, times = f"{name}-{secrets.token_hex(16)}", "", []
     try:

@@ -35,12 +35,11 @@ _INLINE_BYTES = 1 << 20
 
 
 class PeerWire(Wire):
-    """Sockets between neighbouring stages; between stages of one process trees stay on the devices.
+    """Sockets between neighbouring stages; between stages of one process trees stay on the devices."""
 
-    The coordination service carries addresses and losses. Sockets need no common order of transfers and no common
-    kind of device. From 1 MiB on they were as fast as ``ppermute`` over gloo and ``jax.experimental.transfer`` or
-    faster; ``scripts/bench_partitions.py`` prints the comparison.
-    """
+    # Sockets need no common order of transfers and no common kind of device. From 1 MiB on they were at least as fast
+    # as ppermute over gloo and jax.experimental.transfer: scripts/bench_partitions.py compares them. The coordination
+    # service carries addresses and losses.
 
     def __init__(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None], timeout_s: float):
         run = _jax_distributed.global_state
@@ -170,10 +169,7 @@ class PeerWire(Wire):
 
 
 class Outgoing:
-    """The sending end of a connection, with a thread that waits for computations and for the network.
-
-    ``on_error`` is called once, with the first error.
-    """
+    """The sending end of a connection, with a thread; ``on_error`` is called once, with the first error."""
 
     def __init__(self, sock: socket.socket, on_error: Callable[[Exception], None]):
         self._sock, self._on_error = sock, on_error

@@ -57,16 +57,12 @@ def largest_micro_batch(size: int, examples: int) -> int:
 
 
 class StageSpec(NamedTuple):
-    """Shapes and dtypes of the arguments and the result of a stage.
-
-    ``x`` is None for the first stage, which reads the batch. ``batch`` is None for stages in the middle. ``out`` is
-    None for the last stage, which returns the loss.
-    """
+    """Shapes and dtypes of the arguments and the result of a stage."""
 
     params: Any
-    x: Any
-    batch: Any
-    out: Any
+    x: Any  # None for the first stage, which reads the batch
+    batch: Any  # None for stages in the middle
+    out: Any  # None for the last stage, which returns the loss
 
 
 class Saved(NamedTuple):
@@ -78,20 +74,12 @@ class Saved(NamedTuple):
 
 
 class StageProgram:
-    """Compiled programs of one stage on one device for one set of shapes.
-
-    The first stage reads its input from the batch, the last its labels. Both slice the micro-batch inside the program,
-    so the batch is on a device once. ``loss`` is None for all stages but the last. ``x`` and ``gradient`` are the specs
-    of the input and of the gradient that it receives.
-
-    ``zeros()`` is the sum of gradients before the first of several micro-batches, else None. ``finish(total)`` has the
-    gradients in the dtypes of the parameters: those of low precision are summed in float32 and rounded once.
-    """
+    """Compiled programs of one stage on one device for one set of shapes."""
 
     def __init__(
         self,
         stage: Stage,
-        loss: Callable[[Any, Any], Any] | None,
+        loss: Callable[[Any, Any], Any] | None,  # None for all stages but the last
         seed: int,
         device: Device,
         micro: MicroBatches,
@@ -106,6 +94,7 @@ class StageProgram:
             return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), tree)
 
         params, batch = place(given.params), place(given.batch)
+        # The specs of what the stage receives.
         self.x, self.gradient = place(given.x), place(cotangents(given.out))
         numbers = jax.ShapeDtypeStruct((2,), np.uint32)
         lowered = jax.jit(self._forward).lower(params, self.x, batch, numbers)
@@ -113,7 +102,9 @@ class StageProgram:
         self._run_forward = lowered.compile()
         self._loss_dtype = out.dtype if self.is_last else None
         total: Any = None
+        # The sum of gradients before the first of several micro-batches.
         self.zeros: Callable[[], Any] = lambda: None
+        # The gradients in the dtypes of the parameters: those of low precision are summed in float32 and rounded once.
         self.finish: Callable[[Any], Any] = lambda total: total
         if micro.count > 1:
             total = place(jax.eval_shape(zero_sums, params))
@@ -143,6 +134,7 @@ class StageProgram:
     def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
         def call(params: Any, x: Any) -> Any:
             step, number = numbers
+            # The program takes its micro-batch out of the batch, so the batch is on a device once.
             micro_batch = self._micro.take(batch, number)
             key = stage_key(self._seed, step, self._stage.index, number)
             y = self._stage(params, micro_batch if self.is_first else x, key)
@@ -215,21 +207,18 @@ def _padded(pace_ms: float, task: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 class Residuals:
-    """The residuals of a ``jax.vjp`` in the program of the forward, and the vjp again in that of the backward.
+    """The residuals of a ``jax.vjp`` in the program of the forward, and the vjp again in that of the backward."""
 
-    Residuals that are parameters, inputs or outputs would be copied if the forward returned them. Only their place is
-    recorded.
-    """
+    # The forward would copy residuals that are parameters, inputs or outputs if it returned them, so only their places
+    # are recorded.
 
     def __init__(self) -> None:
         self._sources: list[tuple[str, int]] = []
         self._structure: Any = None
 
     def split(self, vjp: Any, **there: Any) -> list[Any]:
-        """The leaves of a vjp function that are not leaves of the named trees.
-
-        A leaf in several trees is taken from the last.
-        """
+        """The leaves of a vjp function that are not leaves of the named trees."""
+        # A leaf in several trees is taken from the last.
         known = {id(leaf): (name, i) for name, tree in there.items() for i, leaf in enumerate(jax.tree.leaves(tree))}
         leaves, self._structure = jax.tree.flatten(vjp)
         residuals: list[Any] = []

@@ -30,10 +30,7 @@ class StageResult(NamedTuple):
 
 
 def run_stages(plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch: Any) -> dict[int, StageResult]:
-    """One forward and backward through the stages of this process.
-
-    If a stage fails, the wire is closed, which ends the waits of the others.
-    """
+    """One forward and backward through the stages of this process."""
     programs = plan.programs
     batches = {s: jax.device_put(batch, one.device) for s, one in programs.items() if one.is_first or one.is_last}
     results: dict[int, StageResult] = {}
@@ -47,7 +44,7 @@ def run_stages(plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch:
                 results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage))
         except BaseException as error:
             errors.append(error)
-            close()
+            close()  # ends the waits of the other stages
 
     def close() -> None:
         try:

@@ -176,9 +176,9 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
         "B": _checked_times("backward", backward, len(schedule)),
     }
     last = len(schedule) - 1
-    done: dict[tuple[str, int, int], float] = {}
-    clock, position = [0.0] * len(schedule), [0] * len(schedule)
-    kept, peak = [0] * len(schedule), [0] * len(schedule)
+    # When each task ends; a task that needs no other begins at 0.
+    done: dict[tuple[str, int, int] | None, float] = {None: 0.0}
+    clock, kept, peak = [0.0] * len(schedule), [0] * len(schedule), [0] * len(schedule)
     starts: list[list[float]] = [[] for _ in schedule]
 
     def needs(stage: int, task: Task) -> tuple[str, int, int] | None:
@@ -190,20 +190,18 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     while moved:
         moved = False
         for stage, tasks in enumerate(schedule):
-            while position[stage] < len(tasks):
-                task = tasks[position[stage]]
+            for task in tasks[len(starts[stage]) :]:
                 need = needs(stage, task)
-                if need is not None and need not in done:
+                if need not in done:
                     break
-                begin = max(clock[stage], done[need] if need else 0.0)
+                begin = max(clock[stage], done[need])
                 starts[stage].append(begin)
                 clock[stage] = begin + took[task.kind][stage]
                 done[(task.kind, task.micro, stage)] = clock[stage]
                 kept[stage] += 1 if task.kind == "F" else -1
                 peak[stage] = max(peak[stage], kept[stage])
-                position[stage] += 1
                 moved = True
-    stuck = {stage: tasks[position[stage]] for stage, tasks in enumerate(schedule) if position[stage] < len(tasks)}
+    stuck = {s: tasks[len(starts[s])] for s, tasks in enumerate(schedule) if len(starts[s]) < len(tasks)}
     if stuck:
         waits = ", ".join(f"stage {stage} at {task.kind}{task.micro}" for stage, task in stuck.items())
         raise ValueError(f"schedule: deadlock, the stages wait for each other ({waits})")

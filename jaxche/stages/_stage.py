@@ -15,10 +15,7 @@ from jaxche.sharding import RNG_NAMES, collections_of, flax_kind, not_floats
 
 
 class Stage:
-    """A stage of the model: ``call(params, x)``, with a random key if it has an argument ``rng`` or ``key``.
-
-    With ``remat`` the backward recomputes the forward from the input.
-    """
+    """A stage of the model: ``call(params, x)``, with a random key if it has an argument ``rng`` or ``key``."""
 
     def __init__(self, index: int, call: Any, remat: bool = False):
         if not callable(call):
@@ -66,10 +63,8 @@ def cotangents(tree: Any) -> Any:
 
 def describe(tree: Any) -> str:
     """Shapes and dtypes on one line."""
-    leaves = [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]".strip()
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]
+    paths = jax.tree.leaves_with_path(tree)
+    leaves = (f"{jax.tree_util.keystr(path)} {brief(leaf)}".strip() for path, leaf in paths)
     return ", ".join(leaves) or "no arrays"
 
 
@@ -93,10 +88,7 @@ def check_stage_params(params: Any, n_stages: int) -> None:
 def trace_stages(
     stages: Sequence[Stage], loss: Callable[[Any, Any], Any], params: Sequence[Any], batch: Any
 ) -> tuple[Any, ...]:
-    """The spec of the output of each stage, from specs of the parameters and of one micro-batch.
-
-    Raises ValueError if a stage or the loss does not accept its input, or if the loss is not a scalar float.
-    """
+    """The spec of the output of each stage, from specs of the parameters and of one micro-batch; checks the loss."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     outputs: list[Any] = []
     for stage in stages:
