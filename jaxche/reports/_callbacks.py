@@ -25,9 +25,9 @@ _RANKS = 16
 class LivePlot:
     """A callback that updates the plot of a run in a notebook during training.
 
-    An update takes about half a second. Training waits, and the times of rounds exclude it. So that it waits for a
-    tenth of the time at most, updates that take long come less often. Outside a notebook it draws nothing, and one line
-    in the log says so.
+    An update takes about half a second, for which training waits; the times of rounds exclude it. Slow updates come
+    less often, so that they take at most a tenth of the time. Outside a notebook it draws nothing, and one line in the
+    log says so.
 
     Args:
       every_s: the least number of seconds between updates.

@@ -15,7 +15,7 @@ _NAMES = tuple(field.name for field in fields(RoundInfo))
 
 
 class _Packed(bytes):
-    """The values of a round; equal to whatever the round is equal to, so that a list finds and compares it."""
+    """The values of a round, which compare as the round does, so that a list finds it."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class _Packed(bytes):
 
 
 def packed(info: Any) -> Any:
-    """The values of a round as bytes, or what is given if it has others, or values that cannot be pickled."""
+    """A round as bytes; anything else, and a round whose values cannot be pickled, as it is."""
     if type(info) is not RoundInfo or tuple(vars(info)) != _NAMES:
         return info
     try:

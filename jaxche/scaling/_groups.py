@@ -12,15 +12,10 @@ from jaxche.averaging import is_float, sum_dtype
 
 
 class Groups(NamedTuple):
-    """Groups of the leaves of one tree; hashable, so that it can be a static part of a state.
+    """Groups of the leaves of one tree; hashable, so that it can be a static part of a state."""
 
-    Attributes:
-      names: the labels in sorted order, or None for one unnamed group.
-      of_leaf: index of each leaf's group, in flattening order.
-    """
-
-    names: tuple[str, ...] | None
-    of_leaf: tuple[int, ...]
+    names: tuple[str, ...] | None  # the labels in sorted order, or None for one unnamed group
+    of_leaf: tuple[int, ...]  # index of each leaf's group, in flattening order
 
     @property
     def count(self) -> int:
@@ -44,7 +39,7 @@ def make_groups(params: Any, labels: Any | Callable[[Any], Any] | None) -> Group
     return Groups(names, tuple(names.index(label) for label in flat))
 
 
-def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] | None = None) -> jax.Array:
+def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] | None) -> jax.Array:
     r"""Squared norm :math:`\|f x\|^2` of each group, ``[G]`` float32; leaves that are not float are skipped."""
     _check_count(groups, leaves)
     sums = [jnp.zeros((), jnp.float32)] * groups.count
@@ -56,7 +51,7 @@ def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] 
 
 
 def group_products(
-    groups: Groups, leaves: Sequence[Any], others: Sequence[Any], factors: Sequence[Any] | None = None
+    groups: Groups, leaves: Sequence[Any], others: Sequence[Any], factors: Sequence[Any] | None
 ) -> tuple[jax.Array, jax.Array]:
     r"""For each group :math:`\langle f x, f y \rangle` and :math:`\|f (x - y)\|^2`, ``[G]`` float32 each."""
     _check_count(groups, leaves)

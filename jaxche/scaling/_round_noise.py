@@ -69,12 +69,7 @@ def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale
 
 
 def update_from_one(noise: NoiseScale, grads: Any, batch_size: Any, *, opt_state: Any = None) -> NoiseScale:
-    r"""The next noise scale, from a single contributor: the result of ``update_from_sums`` with less work.
-
-    .. math:: \hat s = \langle g, g' \rangle, \qquad \hat\Sigma = b \, \|g - g'\|^2 / 2
-
-    with the previous gradient :math:`g'`, as in AdaptDL.
-    """
+    """The next noise scale, from a single contributor: the result of ``update_from_sums`` with less work."""
     check_positive("batch_size", batch_size, "batch_size=32")
     check_contributors(noise, 1)
     examples = jnp.asarray(batch_size).astype(jnp.float32)

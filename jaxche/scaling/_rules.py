@@ -61,7 +61,6 @@ class LinearScale:
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
         r"""Factor :math:`S`; ``noise`` and ``progress`` are ignored."""
-        del noise, progress
         return _scale(scale)
 
 
@@ -83,7 +82,6 @@ class SqrtScale:
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
         r"""Factor :math:`\sqrt S`; ``noise`` and ``progress`` are ignored."""
-        del noise, progress
         return jnp.sqrt(_scale(scale))
 
 
@@ -109,7 +107,6 @@ class AdaScale:
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
         """The gain of each parameter group."""
-        del progress
         return _gain(self, scale, noise)
 
 
@@ -133,7 +130,6 @@ class AdamScale:
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
         """Square root of the gain of each parameter group."""
-        del progress
         return jnp.sqrt(_gain(self, scale, noise))
 
 
@@ -174,7 +170,6 @@ class LEGWScale:
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
         r"""Factor at this progress."""
-        del noise
         if progress is None:
             raise ValueError("LEGWScale needs the progress; write rule.lr_factor(scale, progress=state.progress)")
         s = _scale(scale)

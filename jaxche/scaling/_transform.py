@@ -150,7 +150,6 @@ class ProgressSchedule:
         return ProgressScheduleState(jnp.zeros((), jnp.float32))
 
     def update(self, state: ProgressScheduleState, *, progress: Any = None, **extra_args: Any) -> ProgressScheduleState:
-        del extra_args
         if progress is None:
             raise ValueError(
                 "a progress schedule got no progress; wrap the whole optimizer: jaxche.scale_learning_rate(tx, rule), "
@@ -159,7 +158,6 @@ class ProgressSchedule:
         return ProgressScheduleState(jnp.asarray(progress).astype(jnp.float32))
 
     def __call__(self, state: Any, *, progress: Any = None, **extra_args: Any) -> Any:
-        del extra_args
         if not isinstance(state, ProgressScheduleState):
             raise ValueError(
                 "a progress schedule needs the progress, and optax passes only a step here; write "

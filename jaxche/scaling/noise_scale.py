@@ -481,7 +481,7 @@ def difference(
     noise: NoiseScale, grads: Any, factors: list[Any] | None, examples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The same from this gradient and the previous one: AdaptDL's formula for two contributors of this batch each."""
-    # Inner product and difference avoid the cancellation of the two squares.
+    # The inner product of both, and half the square of their difference, which avoid cancellation.
     # A previous gradient that was not finite must not make this estimate so.
     before = [jnp.where(noise.has_previous, x, jnp.zeros_like(x)) for x in jax.tree.leaves(noise.previous)]
     products, squares = group_products(noise.groups, jax.tree.leaves(grads), before, factors)

@@ -194,7 +194,7 @@ def check_not_deleted(tree: Any, name: str, line: str) -> None:
 
 
 def is_maker(params: Any) -> bool:
-    """Whether these are a function that makes parameters; a tree of arrays that can be called is none."""
+    """Whether ``params`` is a function that makes parameters, and not a tree of arrays that can be called."""
     return callable(params) and jax.tree_util.all_leaves([params])
 
 
@@ -311,7 +311,7 @@ def check_numbers(batch: Any) -> None:
 
 
 def check_range(batch: Any) -> None:
-    """ValueError for integers of NumPy beyond the type that JAX makes of theirs, in which they would be others."""
+    """ValueError for integers of NumPy that do not fit into the type to which JAX converts them."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
             continue
@@ -368,7 +368,7 @@ def _made_by(make: Any, init: str) -> Any:
 
 
 def _no_numbers(leaf: Any) -> str:
-    """What a leaf of a batch is that JAX does not take as an array, with the line to write; empty for numbers."""
+    """What a leaf of a batch is, with the line to write, if JAX cannot take it as an array of numbers; else empty."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
         return ""
     is_numpy = isinstance(leaf, np.ndarray | np.generic)

@@ -265,10 +265,10 @@ def _is_weighted(value: Any) -> bool:
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    """Real floats in ``dtype``; in it complex arrays would lose their imaginary part."""
+    """The tree with its real floats in ``dtype``."""
 
     def cast(x: Any) -> Any:
-        real = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        real = jnp.issubdtype(jnp.result_type(x), jnp.floating)  # complex arrays would lose their imaginary part
         return jnp.asarray(x).astype(dtype) if real else x
 
     return tree if dtype is None else jax.tree.map(cast, tree)

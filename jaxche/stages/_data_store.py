@@ -125,7 +125,6 @@ class DataStore:
           ConnectionError: the test of the store failed.
           ValueError: the run was begun with other stages, micro-batches or settings.
         """
-        del devices
         objects = open_objects(self.url, self.run, self.options)
         plan = {"stages": n_stages, "micro_batch_size": self.micro_batch_size, "schedule": self.schedule}
         if self.settings:
@@ -283,7 +282,7 @@ class StoreWire(Wire):
         self._sleep_open(seconds)
 
     def _sleep_open(self, seconds: float) -> None:
-        """Sleep while the wire is open, in a background thread, which must not take the error from the caller."""
+        """Sleep while the wire is open, in a background thread, which leaves errors to the caller's thread."""
         self._check_open()
         self._closed.wait(seconds)
 

@@ -347,7 +347,8 @@ class Partitioned:
                 "the parameters and make a jaxche.Partitioned without local_stages"
             )
         self._record_specs(params)
-        check_range(x := batch)
+        x = batch
+        check_range(x)
         for stage, tree in self._place(params).items():
             x = self._outputs[stage](tree, jax.device_put(x, self.devices[stage]))
         return x
