@@ -22,6 +22,8 @@ _log = logging.getLogger("jaxche")
 _TYPES = {field.name: str(field.type) for field in fields(RoundInfo)}
 # Fields that have a default may be missing in a file.
 _REQUIRED = {field.name for field in fields(RoundInfo) if field.default is MISSING and field.default_factory is MISSING}
+# Columns of a table in milliseconds.
+_TIMES = ("sync_ms", "wait_ms", "ms")
 
 
 class History(RoundList):
@@ -248,7 +250,7 @@ def _text(value: Any, key: str) -> str:
         return " ".join(_text(v, key) for v in value[:8]) + (" ..." if len(value) > 8 else "")
     if key.startswith("validation_") and math.isnan(value):
         return "-"
-    if key.endswith("ms"):
+    if key in _TIMES:
         return f"{value:.1f}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

@@ -171,6 +171,11 @@ def test_metrics_are_columns_whatever_their_names(round_info):
         assert "0.25" in text
 
 
+def test_metrics_whose_names_end_as_those_of_times_keep_their_digits(round_info):
+    history = History([round_info(metrics={"rms": 0.0123}, validation={"rms": 0.0456})])
+    assert {"0.0123", "0.0456"} <= set(history.table().split())
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
