@@ -49,15 +49,17 @@ class _Run:
 
     def __init__(self, infos: Sequence[RoundInfo], memory: Sequence[dict[str, int]]):
         self.infos, self.memory = infos, memory
-        self.rounds = np.array([info.round for info in infos])
-        self.counts = np.array([info.counts for info in infos])
-        self.wall = np.array([info.wall_ms for info in infos])
-        self.sync = np.array([info.sync_ms for info in infos])
-        self.seconds = np.cumsum([info.period_ms for info in infos]) / 1e3
-        self.examples = np.cumsum([info.examples for info in infos])
+        self.rounds = self.of("round")
+        self.counts = self.of("counts")
+        self.seconds = np.cumsum(self.of("period_ms")) / 1e3
+        self.examples = np.cumsum(self.of("examples"))
         self.metrics = list(dict.fromkeys(name for info in infos for name in info.metrics))
         steps = np.maximum(self.counts.sum(axis=0), 1)
-        self.ranks = ranks_to_show((self.wall.sum(axis=0) / steps).tolist())
+        self.ranks = ranks_to_show((self.of("wall_ms").sum(axis=0) / steps).tolist())
+
+    def of(self, name: str) -> np.ndarray:
+        """A number of each round, or of each rank in each round."""
+        return np.array([getattr(info, name) for info in self.infos])
 
 
 def _rounds(axes: Any, run: _Run) -> None:
@@ -97,8 +99,8 @@ def _counts(axes: Any, run: _Run) -> None:
     for lane, rank in enumerate(run.ranks):
         colour = COLOURS[lane % len(COLOURS)]
         axes.step(run.rounds, run.counts[:, rank], where="mid", color=colour, lw=1.6, label=f"rank {rank}")
-    anchor = [info.anchor for info in run.infos]
-    axes.step(run.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor: steps\nof the slowest")
+    anchor = "anchor: steps\nof the slowest"
+    axes.step(run.rounds, run.of("anchor"), where="mid", color="black", lw=1.2, ls=":", label=anchor)
     _over_rounds(axes, ylabel="local steps", title="Cadence: steps of each rank between two merges")
     axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
     axes.set_ylim(bottom=0)
@@ -106,12 +108,12 @@ def _counts(axes: Any, run: _Run) -> None:
 
 
 def _efficiency(axes: Any, run: _Run) -> None:
-    percent = [100 * info.efficiency for info in run.infos]
+    percent = 100 * run.of("efficiency")
     axes.plot(run.rounds, percent, color=COLOURS[0], lw=1, alpha=0.35)
-    axes.plot(run.rounds, _smooth(np.array(percent)), color=COLOURS[0], lw=1.8)
+    axes.plot(run.rounds, _smooth(percent), color=COLOURS[0], lw=1.8)
     # An idle rank does not wait: the summed speeds, too, are those of the ranks that take steps.
     wait = sum(np.mean(np.array(info.wait_ms)[np.array(info.counts) > 0]) for info in run.infos) / 1e3 / run.seconds[-1]
-    merge = run.sync.sum() / 1e3 / run.seconds[-1]
+    merge = run.of("sync_ms").sum() / 1e3 / run.seconds[-1]
     _over_rounds(axes, ylabel="efficiency (%)")
     axes.set_title(
         f"Efficiency {efficiency_of(run.infos):.1%} of the summed speeds: wait {wait:.1%}, merge {merge:.1%}"
@@ -121,7 +123,7 @@ def _efficiency(axes: Any, run: _Run) -> None:
 
 def _drift(axes: Any, run: _Run) -> None:
     _over_rounds(axes, ylabel="relative distance", title="Drift: distance of the replicas before a merge")
-    drift, direction = ([getattr(info, name) for info in run.infos] for name in ("drift", "drift_dir"))
+    drift, direction = run.of("drift"), run.of("drift_dir")
     if not np.nanmax([*drift, 0.0]) > 0:
         reason = "none: gradients are averaged, or one rank takes all steps"
         axes.text(0.5, 0.5, reason, ha="center", va="center", transform=axes.transAxes)
@@ -132,11 +134,11 @@ def _drift(axes: Any, run: _Run) -> None:
         (drift, "to the parameters\n(bad: if it grows)", COLOURS[5], "-"),
     )
     for values, label, colour, style in lines:
-        positive = np.where(np.array(values) > 0, values, np.nan)
+        positive = np.where(values > 0, values, np.nan)
         axes.plot(run.rounds, positive, color=colour, ls=style, lw=1.4, label=label)
     held = [i for i, info in enumerate(run.infos) if info.verdict != Verdict.CALM]
     if held:
-        axes.plot(run.rounds[held], np.array(drift)[held], "v", color="black", ms=4, label="grew: rounds\nheld short")
+        axes.plot(run.rounds[held], drift[held], "v", color="black", ms=4, label="grew: rounds\nheld short")
     logarithmic(axes.yaxis)
     low, high = axes.get_ylim()
     high = max(high, 1.5 * _APART)
@@ -159,7 +161,7 @@ def _loss_per_second(axes: Any, run: _Run) -> None:
 
 
 def _loss(axes: Any, x: np.ndarray, run: _Run) -> None:
-    loss = np.array([info.loss for info in run.infos])
+    loss = run.of("loss")
     axes.plot(x, loss, color=COLOURS[0], lw=1, alpha=0.35)
     axes.plot(x, _smooth(loss), color=COLOURS[0], lw=1.8, label="training")
     validation = np.array([info.validation.get("loss", np.nan) for info in run.infos])
@@ -195,11 +197,10 @@ def _label(name: str) -> str:
 
 
 def _noise(axes: Any, run: _Run) -> None:
-    noise = np.array([info.noise for info in run.infos])
+    noise = run.of("noise")
     noise = np.where(np.isfinite(noise) & (noise > 0), noise, np.nan)
-    batch = [info.effective_batch for info in run.infos]
     axes.plot(run.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch: noise equals signal")
-    axes.plot(run.rounds, batch, color="black", lw=1, ls=":", label="effective batch of a step")
+    axes.plot(run.rounds, run.of("effective_batch"), color="black", lw=1, ls=":", label="effective batch of a step")
     _over_rounds(axes, ylabel="examples", title="Gradient noise scale")
     if np.isfinite(noise).any():
         logarithmic(axes.yaxis)
@@ -208,11 +209,8 @@ def _noise(axes: Any, run: _Run) -> None:
 
 
 def _gain(axes: Any, run: _Run) -> None:
-    axes.plot(
-        run.rounds, [info.gain for info in run.infos], color=COLOURS[2], lw=1.8, label="progress of a step (gain)"
-    )
-    factors = [info.lr_factor for info in run.infos]
-    axes.plot(run.rounds, factors, color=COLOURS[5], lw=1.4, ls="--", label="learning rate")
+    axes.plot(run.rounds, run.of("gain"), color=COLOURS[2], lw=1.8, label="progress of a step (gain)")
+    axes.plot(run.rounds, run.of("lr_factor"), color=COLOURS[5], lw=1.4, ls="--", label="learning rate")
     _over_rounds(axes, ylabel="times the base batch's", title="What a step is worth")
     axes.set_ylim(bottom=0)
     axes.legend()

@@ -200,9 +200,9 @@ def _metrics_and_outputs(aux: Any, keeps: bool) -> tuple[dict[str, Any], Any]:
 
 def _is_scalar(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    if dtype is not None and (value.shape != () or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
-        return False
-    return dtype is not None or isinstance(value, Weighted | bool | int | float)
+    if dtype is None:
+        return isinstance(value, Weighted | bool | int | float)
+    return value.shape == () and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _no_metric(name: Any, value: Any) -> str:
