@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # "full" keeps all frames.
-TRACEBACK = "JAXCHE_TRACEBACK"
+_TRACEBACK = "JAXCHE_TRACEBACK"
 
 _PACKAGE = __name__.partition(".")[0]
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -30,7 +30,7 @@ def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if os.environ.get(TRACEBACK) != "full":
+            if os.environ.get(_TRACEBACK) != "full":
                 _shorten(error)
             raise
 

@@ -169,9 +169,10 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# The number of last rounds for speeds, and the relative loss of goodput that is accepted for a shorter round, which
-# drifts less. The model is less accurate than that.
-_RECENT, _CLOSE = 50, 0.01
+# Speeds are those of this many last rounds.
+_RECENT = 50
+# A shorter round drifts less, so it may lose this share of the goodput. The model is less accurate than that.
+_CLOSE = 0.01
 
 
 def advise(

@@ -111,7 +111,7 @@ def _efficiency(axes: Any, run: _Run) -> None:
     percent = 100 * run.of("efficiency")
     axes.plot(run.rounds, percent, color=COLOURS[0], lw=1, alpha=0.35)
     axes.plot(run.rounds, _smooth(percent), color=COLOURS[0], lw=1.8)
-    # An idle rank does not wait: the summed speeds, too, are those of the ranks that take steps.
+    # Idle ranks do not wait, and the summed speeds do not include them either.
     wait = sum(np.mean(np.array(info.wait_ms)[np.array(info.counts) > 0]) for info in run.infos) / 1e3 / run.seconds[-1]
     merge = run.of("sync_ms").sum() / 1e3 / run.seconds[-1]
     _over_rounds(axes, ylabel="efficiency (%)")

@@ -22,5 +22,4 @@ def check_positive(name: str, value: Any, example: str) -> None:
     except (TypeError, ValueError):
         raise ValueError(f"{name}={value!r} is not a number; write e.g. {example}") from None
     if not np.all(np.isfinite(numbers) & (numbers > 0)):
-        shown = numbers.tolist()
-        raise ValueError(f"{name}={shown} must be finite and greater than 0; write e.g. {example}")
+        raise ValueError(f"{name}={numbers.tolist()} must be finite and greater than 0; write e.g. {example}")

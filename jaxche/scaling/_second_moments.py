@@ -126,7 +126,7 @@ def has_moments_of_magnitudes(tx: Any, params: Any, **extra_args: Any) -> bool:
         return [jnp.ravel(nu) for moments in _find(state, 0.0, 0.0) for nu in moments.by_path.values()]
 
     try:
-        # By differences, so that what is added to each does not count; small sizes, which are not clipped.
+        # In differences, what is added to each cancels. The sizes are too small to be clipped.
         found = np.asarray([jnp.concatenate(nus(size)) for size in 2.0 ** np.arange(-20, -16)], np.float64)
     except Exception:  # the optimizer refuses them, e.g. because of masks for the shapes of the parameters
         return False

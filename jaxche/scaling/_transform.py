@@ -205,7 +205,7 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """The transformation with extra arguments in its update, which ignores those that it does not need."""
-    # optax takes a MultiSteps, and its gradient_transformation(), for one that needs none.
+    # optax.with_extra_args_support drops the extra arguments of a MultiSteps, and of its gradient_transformation().
     if isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps):
         steps: Any = tx.update.__self__
         return optax.GradientTransformationExtraArgs(steps.init, steps.update)

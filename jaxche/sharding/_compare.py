@@ -23,7 +23,7 @@ from jaxche.sharding._strategy import (
     ShardingStrategy,
 )
 
-# Bytes sent that count as equal, as a factor: the loss and norms are sent too.
+# Bytes sent count as equal up to this factor: the loss and norms are sent too.
 _EQUAL = 1.01
 _PARTS = ("params", "gradients", "opt_state", "temporaries")
 _SIZES = (*_PARTS, "peak", "sent", "theory")

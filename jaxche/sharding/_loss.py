@@ -288,7 +288,7 @@ def _known_mistake(error: Exception, params: Any) -> str | None:
             f"whose statistics are merged with the parameters, and leave out jax.lax.pmean(..., {axis!r})"
         )
     if isinstance(error, ValueError) and (
-        # The second is of an axis with the name of one of the strategy's.
+        # The second text is that of an axis with the same name as one of the strategy.
         found := re.search(r"Resource axis: (\S+) of .* not found in mesh", str(error))
         or re.search(r"can only refer to Auto axes of the mesh\. Got spec=P\(.*'(shard|replica)'", str(error))
     ):

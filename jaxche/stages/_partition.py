@@ -161,7 +161,7 @@ class Partitioned:
         self._specs: list[Any] = [None] * len(stages)  # of the parameters
         self._plans: dict[Any, Plan] = {}
         self._next_step = 0
-        # The names of activations have the step, not the thread that calls.
+        # Two calls at once could give their activations the same names.
         self._one_at_a_time = threading.Lock()
         self._update: Any = None
         self._opt_structures: dict[int, Any] = {}  # of the optimizer's states, by stage

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jaxche
-from jaxche.messages import TRACEBACK, short_traceback
+from jaxche.messages import short_traceback
 
 OWN = str(Path(jaxche.__file__).parent)
 
@@ -107,7 +107,7 @@ def test_an_unexpected_error_keeps_all(problem, monkeypatch):
 
 
 def test_the_variable_keeps_all(problem, monkeypatch):
-    monkeypatch.setenv(TRACEBACK, "full")
+    monkeypatch.setenv("JAXCHE_TRACEBACK", "full")
     assert any(file.startswith(OWN) for file, _ in frames(caught(problem, data=[])))
 
 
