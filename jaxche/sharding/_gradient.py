@@ -71,7 +71,8 @@ def value_and_grad(
 
     def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         split = layout.splits(batch_size(batch), accumulate)
-        micro, rows = accumulate if split else 1, P(layout.axes) if split else P()
+        micro = accumulate if split else 1
+        rows = P(layout.axes) if split else P()
         local = _accumulated(_local(call, layout, compute_dtype), micro, layout.gathers)
 
         def over_devices(value: Any) -> Any:

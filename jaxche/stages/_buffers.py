@@ -15,12 +15,12 @@ from jaxche.sharding import Device
 _MAX_BUFFERS = 512  # in one call; operating systems accept 1024
 
 
-def to_host(leaves: Sequence[Any]) -> list[np.ndarray]:
-    """Leaves as numpy arrays: views on the CPU backend, copies in parallel on others."""
-    for leaf in leaves:
+def to_host(tree: Any) -> Any:
+    """The tree as numpy arrays: views on the CPU backend, copies in parallel on others."""
+    for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             leaf.copy_to_host_async()
-    return [np.asarray(leaf) for leaf in leaves]
+    return jax.tree.map(np.asarray, tree)
 
 
 def on_device(tree: Any, device: Device) -> Any:

@@ -105,8 +105,7 @@ def read_limit(like: Any) -> int:
 def on_host(tree: Any) -> Any:
     """The tree as numpy arrays that can be stored."""
     _layout(tree)  # refuse dtypes that cannot be stored by the name of the leaf, before numpy raises
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, to_host(leaves))
+    return to_host(tree)
 
 
 def encode(tree: Any) -> list[Any]:
