@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -64,6 +65,7 @@ from jaxche.training._checks import check_whole_batches
 from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._plan import PlannedRound
 from jaxche.training._settings import Settings
+from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
 
 
@@ -246,7 +248,19 @@ class Engine:
             self._keeps_opt_state = not stepped_params(self._settings.tx, without_replica_axis(local.params))
         return self._keeps_opt_state
 
-    def with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
+    def adopted(self, state: TrainerState) -> TrainerState:
+        """The state as this engine continues it, also if its last round was one of another engine or trainer."""
+        if state.in_flight is not None and not self.overlaps:
+            state = state.merged()
+        # Each replica would update its own parameters with states that differ, or keep its own counts.
+        if state.opt_states_differ and not self.opt_states_differ(state.local_states[0]):
+            local_states = self._with_mean_opt_state(state.local_states)
+            state = replace(state, local_states=local_states, opt_states_differ=False)
+        if state.che is not None and state.che.overlap != self.overlap:
+            state = replace(state, che=replace(state.che, overlap=self.overlap))
+        return state
+
+    def _with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
         """The local states with the mean of the optimizer states of all replicas."""
         self._set_layout(without_replica_axis(local_states[0].params))
         state_dict = StateDict(self._replica_mesh, ("opt_state",), self.world_size, local_states)

@@ -384,14 +384,7 @@ class Rounds:
         self._set_programs(state)
         engine = self._engine
         reader = engine.reader(data)
-        if state.in_flight is not None and not engine.overlaps:  # as after another choice
-            state = state.merged()
-        # Of merges beside steps, or of another trainer: each would update its own parameters, or keep its own counts.
-        if state.opt_states_differ and not engine.opt_states_differ(state.local_states[0]):
-            local_states = engine.with_mean_opt_state(state.local_states)
-            state = replace(state, local_states=local_states, opt_states_differ=False)
-        if state.che is not None and state.che.overlap != engine.overlap:
-            state = replace(state, che=replace(state.che, overlap=engine.overlap))
+        state = engine.adopted(state)
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepared_plan(reader, state, data, end, given)
