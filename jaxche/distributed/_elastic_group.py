@@ -25,7 +25,7 @@ from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError, numbered, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
-from jaxche.distributed._transfer import receive_arrays, receive_message, send_state
+from jaxche.distributed._transfer import receive_bytes, receive_message, send_state
 from jaxche.messages import format_ranks
 
 _log = logging.getLogger("jaxche")
@@ -257,9 +257,8 @@ class ElasticGroup(Group):
         """
         process, incarnation = self.process_index, self.incarnation
         accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
-        listener = Listener(
-            own_address(str(self._state.coordinator_address)), lambda sock, text: accepted.put((sock, text)), local=True
-        )
+        here = own_address(str(self._state.coordinator_address))
+        listener = Listener(here, lambda sock, text: accepted.put((sock, text)))
         with contextlib.closing(listener):
             request = {"incarnation": incarnation, "fit": self._fit, "fingerprint": dict(fingerprint)}
             request["address"] = listener.address
@@ -324,7 +323,7 @@ class ElasticGroup(Group):
     def receive_state(self, admission: Admission) -> np.ndarray:
         """The bytes of the arrays that a member sends; PeerLostError if it died, or a checksum is wrong."""
         sender = admission.quorum.incarnation_of_sender
-        return receive_arrays(admission.sock, admission.state_bytes, lambda: self._raise_if_lost(sender))
+        return receive_bytes(admission.sock, admission.state_bytes, lambda: self._raise_if_lost(sender))
 
     def leave(self) -> None:
         """Leave the run at exit."""

@@ -49,7 +49,6 @@ class Listener:
         # Gets each accepted socket, which blocks, and the text of its greeting; the socket is closed if it raises.
         on_connection: Callable[[socket.socket, str], None],
         *,
-        local: bool = False,  # whether to listen on a local socket too, on Linux
         port: int = 0,  # 0: a free one
         token: str | None = None,  # 32 characters; None for random ones
     ):
@@ -57,7 +56,7 @@ class Listener:
         family, both = (socket.AF_INET6 if ":" in host else socket.AF_INET), host == "::"
         server = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         self._servers, name = [server], None
-        if local and _LOCAL:
+        if _LOCAL:
             # No secret: the system lists it.
             name = f"jaxche-{secrets.token_hex(16)}"
             self._servers.append(socket.socket(socket.AF_UNIX))
@@ -148,20 +147,17 @@ def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
     while (left_s := deadline - time.monotonic()) > 0:
         sock = _open(host, port, name, left_s)
         # A listener closes no accepted connection, so try again after a close, but not after a timeout.
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError), contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
             try:
                 sock.settimeout(left_s)
                 sock.sendall(token.encode() + bytes([len(greeting)]) + greeting)
                 if sock.recv(1) == _ACCEPTED:
                     sock.settimeout(None)
+                    stack.pop_all()
                     return sock
             except TimeoutError:
-                sock.close()
                 break
-            except BaseException:
-                sock.close()
-                raise
-        sock.close()
         time.sleep(_RETRY_S)
     raise TimeoutError(f"{host}:{port} did not accept a connection within {timeout_s:g} s")
 

@@ -65,7 +65,7 @@ class LivenessServer:
         self._questions: dict[socket.socket, int] = {}
         self._asked: dict[socket.socket, float] = {}
         self._looked = time.monotonic()
-        self._listener = Listener(host, self._accept, local=True, port=port, token=token)
+        self._listener = Listener(host, self._accept, port=port, token=token)
         self.is_run_lost = False  # whether a process came when all others had died
         self.address = self._listener.address
 

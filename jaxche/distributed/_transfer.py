@@ -55,23 +55,16 @@ def send_state(sock: socket.socket, message: Any, arrays: Sequence[np.ndarray], 
 
 
 def receive_message(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any, int]:
-    """The JSON that :func:`send_state` sends first, and the size of the arrays that follow in bytes; PeerLostError if
-    the connection failed, or a checksum is wrong.
-    """
+    """The JSON that :func:`send_state` sends first, and the size of the arrays that follow it in bytes."""
     sock.settimeout(_SLICE_S)
-    text_bytes, state_bytes = _LENGTHS.unpack(_checked(sock, _LENGTHS.size, waiting).data)
-    return json.loads(_checked(sock, text_bytes, waiting).tobytes()), state_bytes
+    text_bytes, state_bytes = _LENGTHS.unpack(receive_bytes(sock, _LENGTHS.size, waiting).data)
+    return json.loads(receive_bytes(sock, text_bytes, waiting).tobytes()), state_bytes
 
 
-def receive_arrays(sock: socket.socket, state_bytes: int, waiting: Callable[[], None]) -> np.ndarray:
-    """The bytes of the arrays that follow the message, those of each array at the next multiple of 64."""
-    return _checked(sock, state_bytes, waiting)
-
-
-def _checked(sock: socket.socket, size: int, waiting: Callable[[], None]) -> np.ndarray:
-    """So many bytes, compared with the checksum that follows them."""
-    data, checksum = _receive(sock, size, 0, waiting)
-    if _CHECKSUM.unpack(_receive(sock, _CHECKSUM.size, 0, waiting)[0].data) != (checksum,):
+def receive_bytes(sock: socket.socket, size: int, waiting: Callable[[], None]) -> np.ndarray:
+    """So many bytes; PeerLostError if the connection failed, or the checksum that follows them is wrong."""
+    data, checksum = _receive(sock, size, waiting)
+    if _CHECKSUM.unpack(_receive(sock, _CHECKSUM.size, waiting)[0].data) != (checksum,):
         raise PeerLostError("the state that a member sent has a wrong checksum")
     return data
 
@@ -90,9 +83,9 @@ def _send(sock: socket.socket, data: Any, checksum: int, waiting: Callable[[], N
     return checksum
 
 
-def _receive(sock: socket.socket, size: int, checksum: int, waiting: Callable[[], None]) -> tuple[np.ndarray, int]:
-    """So many bytes, and the checksum of those before and of these."""
-    data = aligned(size)
+def _receive(sock: socket.socket, size: int, waiting: Callable[[], None]) -> tuple[np.ndarray, int]:
+    """So many bytes, and their checksum."""
+    data, checksum = aligned(size), 0
     view, since = data.data, time.monotonic()
     while view:
         if time.monotonic() - since > _SLICE_S:

@@ -60,7 +60,7 @@ class PeerWire(Wire):
         self._closing = False
         self._incoming: list[socket.socket] = []
         self._outgoing: dict[int, Outgoing] = {}
-        self._listener = Listener(own_address(str(run.coordinator_address)), self._accept, local=True)
+        self._listener = Listener(own_address(str(run.coordinator_address)), self._accept)
         try:
             self._connect(stages)
         except BaseException:

@@ -62,7 +62,7 @@ def receive(what: str, size: int, host: str, lines: Any) -> float:
 
     accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
     took = []
-    listener = Listener(host, lambda sock, text: accepted.put(sock), local=True)
+    listener = Listener(host, lambda sock, text: accepted.put(sock))
     with socket.create_server((host, 0)) as bare:
         lines.write(json.dumps({"bare": bare.getsockname()[1], "address": listener.address}) + "\n")
         lines.flush()
@@ -87,9 +87,9 @@ def receive_bare(sock: socket.socket, size: int) -> None:
 
 
 def receive_bytes(sock: socket.socket, size: int) -> Any:
-    from jaxche.distributed._transfer import receive_arrays, receive_message
+    from jaxche.distributed._transfer import receive_bytes, receive_message
 
-    return receive_arrays(sock, receive_message(sock, lambda: None)[1], lambda: None)
+    return receive_bytes(sock, receive_message(sock, lambda: None)[1], lambda: None)
 
 
 def receive_state(sock: socket.socket, size: int) -> None:

@@ -25,7 +25,7 @@ class Heard:
 
     def __init__(self):
         self.queue = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", lambda sock, text: self.queue.put((sock, text)), local=True)
+        self.listener = Listener("127.0.0.1", lambda sock, text: self.queue.put((sock, text)))
         self.address = json.loads(json.dumps(self.listener.address))
 
     def knock(self, greeting, local=False):
@@ -120,7 +120,7 @@ def test_a_greeting_may_come_in_pieces(heard):
 
 
 def test_every_listener_has_names_and_a_token_of_its_own(heard):
-    other = Listener("127.0.0.1", lambda sock, text: None, local=True)
+    other = Listener("127.0.0.1", lambda sock, text: None)
     assert not set(other.address[1:]) & set(heard.address[1:]) - {None}
     host, port, name, _ = other.address
     with pytest.raises(TimeoutError, match="did not accept a connection within"):
@@ -129,7 +129,7 @@ def test_every_listener_has_names_and_a_token_of_its_own(heard):
 
 
 def test_nobody_there_is_an_error(heard):
-    other = Listener("127.0.0.1", lambda sock, text: None, local=True)
+    other = Listener("127.0.0.1", lambda sock, text: None)
     other.close()
     with pytest.raises(OSError, match="refused"):
         connect(other.address, "x", 5)
@@ -222,7 +222,8 @@ def test_an_accept_that_fails_is_tried_again(name, monkeypatch):
     monkeypatch.setattr(module, "_PAUSE_S", 0.01)
     accepted = queue.SimpleQueue()
     listener = Listener("127.0.0.1", lambda sock, text: accepted.put(sock))
-    talk(connect(listener.address, "x", 20), accepted.get(timeout=20))
+    host, port, _, token = listener.address
+    talk(connect([host, port, None, token], "x", 20), accepted.get(timeout=20))
     assert errors == []
     listener.close()
 

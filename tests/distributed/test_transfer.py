@@ -56,7 +56,7 @@ def transfer(**faults):
     try:
         with there:
             message, size = module.receive_message(there, lambda: None)
-            return message, module.receive_arrays(there, size, lambda: None), sock._sent
+            return message, module.receive_bytes(there, size, lambda: None), sock._sent
     finally:
         thread.join()
 
@@ -125,10 +125,10 @@ def test_a_member_that_is_slow_is_waited_for_and_one_that_is_gone_is_lost(monkey
 
     waited = []
     monkeypatch.setattr(module, "_SLICE_S", 60)
-    data, _ = module._receive(Slow(b"ab", TimeoutError(), b"cd"), 4, 0, lambda: waited.append(1))
+    data, _ = module._receive(Slow(b"ab", TimeoutError(), b"cd"), 4, lambda: waited.append(1))
     assert (bytes(data), waited) == (b"abcd", [1])
     monkeypatch.setattr(module, "_SLICE_S", -1)  # also while bytes move: the launcher waits for a heartbeat
-    module._receive(Slow(b"ab", b"cd"), 4, 0, lambda: waited.append(2))
+    module._receive(Slow(b"ab", b"cd"), 4, lambda: waited.append(2))
     assert waited == [1, 2, 2]
     with pytest.raises(PeerLostError, match="the member that sent its state is gone: reset"):
-        module._receive(Slow(b"ab", ConnectionResetError("reset")), 4, 0, lambda: None)
+        module._receive(Slow(b"ab", ConnectionResetError("reset")), 4, lambda: None)

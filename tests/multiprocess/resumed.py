@@ -262,7 +262,7 @@ def die_in_admission(moment):
     if moment == "sender" and jax.process_index() == 0 and not restart:
         _elastic_group.send_state = die
     if moment == "candidate" and jax.process_index() == 1 and restart == 1:
-        _elastic_group.receive_arrays = die
+        _elastic_group.receive_bytes = die
     if moment == "member" and jax.process_index() == 2 and not restart:
         arrange = PreparedEngine.arrange
 
@@ -287,7 +287,7 @@ def die_in_admission(moment):
 def read_state_late(folder):
     """A replacement reads its state once the others have taken the local steps of their next round."""
     stepped = Path(folder) / "stepped"
-    poll, receive = _membership.Membership.poll, _elastic_group.receive_arrays
+    poll, receive = _membership.Membership.poll, _elastic_group.receive_bytes
 
     def after_steps(self):
         if self.newcomers:
@@ -302,7 +302,7 @@ def read_state_late(folder):
         return receive(*args)
 
     if int(os.environ["JAXCHE_RESTART"]):
-        _elastic_group.receive_arrays = receive_late
+        _elastic_group.receive_bytes = receive_late
     else:
         _membership.Membership.poll = after_steps
 
