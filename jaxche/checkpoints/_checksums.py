@@ -30,11 +30,8 @@ def checksums(trees: Mapping[str, Any], group: Group) -> dict[str, int]:
 
 
 def own_checksums(leaves: Sequence[jax.Array]) -> list[int]:
-    r"""The checksum of the shards of this process, $\sum_i b_i (2 i + 1) \bmod 2^{64}$ with the bits of number $i$.
-
-    Factors are odd, so one wrong bit is always found. Of copies of a shard the first counts; a complex number is two
-    numbers. The devices compute the sums, all at once, so that only these are copied to the host.
-    """
+    r"""The checksum of the shards of this process, $\sum_i b_i (2 i + 1) \bmod 2^{64}$ with the bits of number $i$."""
+    # Factors are odd, so one wrong bit is always found. The devices compute all sums at once; only these are copied.
     with jax.enable_x64(True):
         sums = jax.device_get([_sums(leaf) for leaf in leaves])
     return [sum(map(int, parts)) % _MODULUS for parts in sums]
@@ -44,7 +41,7 @@ def _sums(leaf: jax.Array) -> list[jax.Array]:
     """The sum over each shard that counts, on its device."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    shards = leaf.addressable_shards
+    shards = leaf.addressable_shards  # of copies the first counts
     shards = shards[:1] if leaf.is_fully_replicated else [shard for shard in shards if shard.replica_id == 0]
     return [_sum(one.data, tuple(cut.start or 0 for cut in one.index), leaf.shape) for one in shards]
 

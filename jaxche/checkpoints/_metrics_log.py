@@ -49,10 +49,7 @@ class MetricsLog:
         self._unwritten = b""
 
     def truncate(self, rounds: int) -> History:
-        """Keep and return the rounds before this number, because later rounds are repeated.
-
-        Unreadable lines are dropped. All processes call this together.
-        """
+        """Keep and return the rounds before this number, because later ones are repeated; all processes call it."""
         data = self._file.read_bytes() if self._file.exists() else b""
         record, kept = read_record(data), History()
         for info in record.rounds:

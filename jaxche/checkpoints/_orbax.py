@@ -46,11 +46,7 @@ def close_manager(manager: Any) -> Exception | None:
 
 
 def end_threads(cancels: bool = False) -> None:
-    """Release and join the threads of a save that failed.
-
-    With ``cancels`` those are cancelled that wait for its folders, which takes minutes: the process that makes the
-    folders has died.
-    """
+    """Release and join the threads of a save that failed; ``cancels`` those that wait for folders of a dead process."""
     from orbax.checkpoint._src.futures import future
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
@@ -65,10 +61,7 @@ def end_threads(cancels: bool = False) -> None:
 
 
 def handlers(multiprocessing: Any) -> Any:
-    """Orbax's handlers that write through a process other than 0, which may be dead.
-
-    The manager's own option of that name does not reach them.
-    """
+    """Orbax's handlers that write through a process other than 0, which the option of the manager does not reach."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
@@ -94,10 +87,7 @@ def handlers(multiprocessing: Any) -> Any:
 
 
 def spanning(array: jax.Array) -> jax.Array:
-    """An array of this process as one replica of an array on two processes, of which the other may be dead.
-
-    In a run of several processes Orbax saves only arrays that span processes, even if all others are dead.
-    """
+    """An array of this process as one replica of an array on two processes: Orbax saves only arrays that span them."""
     assert isinstance(array.sharding, jax.sharding.NamedSharding)
     mesh, spec = array.sharding.mesh, array.sharding.spec
     assert isinstance(mesh, jax.sharding.Mesh)

@@ -32,11 +32,7 @@ class Checkpoint(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads the checkpoints in a folder that all processes of a group share.
-
-    Each process reads by itself, because one that cannot read would make the others wait in a collective. Then they
-    compare.
-    """
+    """Reads checkpoints, each process by itself: one that cannot read would make the others wait in a collective."""
 
     def __init__(self, group: Group, folder: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Any]]):
         import orbax.checkpoint as ocp
@@ -123,11 +119,8 @@ class CheckpointReader:
         return CorruptError(f"the checksum of {wrong[0]} is wrong") if wrong else None
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
-        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again.
-
-        An error of a process that cannot read now, e.g. for want of memory, is raised on all.
-        """
-        own = error if is_of_process(error) else None
+        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
+        own = error if is_of_process(error) else None  # it cannot read now, e.g. for want of memory
         self._group.raise_everywhere(own, self._group.process_index, f"checkpoint {step}")
         errors = [
             text

@@ -12,15 +12,12 @@ from jaxche.averaging import escape_name, path_names
 
 
 def to_nested(tree: Any) -> dict[str, Any]:
-    """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes.
-
-    Arrays without numbers are left out, because Orbax cannot save them. It joins the names of a path by dots.
-    """
+    """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if 0 in leaf.shape:
+        if 0 in leaf.shape:  # Orbax cannot save it
             continue
-        *folders, name = _names(path, ".")
+        *folders, name = _names(path, ".")  # Orbax joins them by dots
         inner = found
         for folder in folders:
             inner = inner.setdefault(folder, {})

@@ -36,12 +36,9 @@ _MUCH_S, _MUCH = 20.0, 0.2
 
 
 class CheckpointWriter:
-    """Saves the arrays of a run while it trains on; all members of the group call its methods together.
+    """Saves the arrays of a run while it trains on; all members of the group call its methods together."""
 
-    ``missing`` is why the last save that ended left no checkpoint, or empty.
-    """
-
-    missing = ""
+    missing = ""  # why the last save that ended left no checkpoint
 
     def __init__(self, group: Group, folder: Path, keep: int):
         try:
@@ -113,10 +110,7 @@ class CheckpointWriter:
         return True
 
     def save(self, step: int, meta: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Save named trees and JSON; returns when the arrays are copied.
-
-        If there is no space, the checkpoint is missing and the run continues.
-        """
+        """Save named trees and JSON; returns when the arrays are copied."""
         if len(self._group.members) < 2 <= jax.process_count():
             trees = jax.tree.map(spanning, trees)
         sums = None
@@ -154,10 +148,7 @@ class CheckpointWriter:
                 )
 
     def settle(self) -> None:
-        """Wait until the save in flight has ended, and agree on how.
-
-        If it failed for want of space, its checkpoint is missing. Any other error is raised.
-        """
+        """Wait until the save in flight has ended, and raise its error; on a full disk its checkpoint is missing."""
         if not self._in_flight:
             return
         step, self._in_flight = self._in_flight, 0

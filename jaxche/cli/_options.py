@@ -57,10 +57,7 @@ def _path(text: str, what: str) -> str:
 
 
 class Options:
-    """Adds options to a parser, or to a titled group of it; ``add`` is its ``add_argument``.
-
-    An option of numbers is given as an example, such as ``--epochs 3``, which its errors show.
-    """
+    """Adds options to a parser, or to a titled group of it; errors show the example of an option of numbers."""
 
     def __init__(self, parser: argparse._ActionsContainer, title: str | None = None):
         self._group = parser if title is None else parser.add_argument_group(title)
@@ -89,10 +86,7 @@ class Options:
         self.add("-n", "--processes", type=number("-n 2", 1, kind=int), metavar="N", help=help)
 
     def add_out(self, what: str, default: str | None = None, kind: Callable[[str], str] = file_path) -> None:
-        """Add ``-o`` and ``--out``, the one option of all commands for the place of their output.
-
-        ``what`` is written there; ``kind`` is ``file_path`` or ``directory_path``.
-        """
+        """Add ``-o`` and ``--out``, the one option of all commands for the place where ``what`` is written."""
         metavar = "FOLDER" if kind is directory_path else "FILE"
         self.add("-o", "--out", type=kind, metavar=metavar, default=default, help=f"where to write: {what}")
 

@@ -34,11 +34,7 @@ def refuse_directory(directory: Path, out: str, resumable: bool) -> None:
 
 
 def write_policy(directory: Path, history: jaxche.History, params: Any) -> None:
-    """Write ``history.jsonl``, ``history.png`` and ``params`` of one policy, on rank 0.
-
-    Existing files are overwritten. Read the parameters with
-    ``orbax.checkpoint.StandardCheckpointer().restore(directory / "params")``.
-    """
+    """Write ``history.jsonl``, ``history.png`` and ``params`` of one policy, on rank 0."""
     import jax
     import numpy as np
     import orbax.checkpoint as ocp

@@ -120,10 +120,7 @@ def default_ratios(world_size: int) -> tuple[float, ...]:
 
 
 def auto_paces(step_ms: Sequence[float], ratios: Sequence[float]) -> tuple[float, ...]:
-    """Paces in these ratios that every rank can keep; the smallest is max(20 ms, ⌈1.3 · slowest step⌉).
-
-    ``step_ms`` are the step times of the ranks while all of them run.
-    """
+    """Paces in these ratios that every rank can keep; the smallest is max(20 ms, ⌈1.3 · slowest step⌉)."""
     if len(ratios) != len(step_ms):
         raise ValueError(
             f"--ratios has {len(ratios)} value(s) for {len(step_ms)} replicas; "

@@ -90,10 +90,7 @@ def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Ta
 
 
 def _rows(package: str, file: str) -> np.ndarray:
-    """The rows of a file of a package, each the pixels of an image and its label.
-
-    The file alone: the package would parse it in four times as long, or take longer to import than an epoch.
-    """
+    """The pixels of an image and its label in each row of a file; the package would take much longer to read it."""
     path = importlib.metadata.distribution(package).locate_file(file)
     return np.loadtxt(str(path), delimiter=",", dtype=np.float32)
 
@@ -249,10 +246,7 @@ def _text_loss(logits: Any, window: Any) -> jax.Array:
 
 
 def _split_text() -> tuple[np.ndarray, np.ndarray, int]:
-    """Windows [N, context + 1] of character numbers to train on and to test on, and the number of characters.
-
-    Each window begins with the last character of the one before.
-    """
+    """Windows [N, context + 1] of character numbers to train on and to test on, and the number of characters."""
     from pydoc_data.topics import topics
 
     whole = "\n".join(topics[name] for name in sorted(topics))

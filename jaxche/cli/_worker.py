@@ -41,10 +41,7 @@ class UsageError(ValueError):
 
 
 def work(args: argparse.Namespace, name: str) -> int:
-    """Join the run, train, print errors in one line, and return the exit code.
-
-    In a run of several processes a failure exits here: the exit handlers of Python would wait for the other processes.
-    """
+    """Join the run, train, print an error in one line, and return the exit code; of several processes each exits."""
     logging.basicConfig(format="%(message)s")  # before Orbax does it, with another format
     info = join()
     try:

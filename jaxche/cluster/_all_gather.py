@@ -13,10 +13,7 @@ from jaxche.messages import format_ranks
 
 
 def all_gather(name: str, value: Any, timeout_s: float, replacement: bool = False) -> list[Any]:
-    """Gather one JSON value of each process on all processes, in their order; each process calls it once per name.
-
-    A ``replacement`` of a dead process reads the values of the others and does not wait.
-    """
+    """Gather JSON of all processes, once per name; a ``replacement`` of a dead one reads and does not wait."""
     state: Any = _jax_distributed.global_state
     client, process_id = state.client, state.process_id
     key, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))

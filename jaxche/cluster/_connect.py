@@ -126,12 +126,7 @@ def _start_coordinator(found: Detected, loopback_only: bool, timeout_s: float) -
 
 
 def _refuse_second(found: Detected) -> None:
-    """Refuse to take the place of a process that is alive.
-
-    This has to come before JAX connects: the service of JAX has one connection for each number, and ends the first
-    process some minutes after the second has come. A process on another machine than the coordinator can ask only if
-    its environment has the address.
-    """
+    """Refuse, before JAX connects, to take the place of a live process, which JAX would end some minutes later."""
     liveness = os.environ.get(LIVENESS)
     if liveness is None and (found.process_id == 0 or is_loopback(found.host)):
         liveness = liveness_here(found.port)

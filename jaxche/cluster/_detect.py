@@ -21,16 +21,13 @@ _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
 
 @dataclasses.dataclass(frozen=True)
 class Detected:
-    """The launcher and its values; ``num_processes`` is 0 if JAX's own detection must complete them.
-
-    A single process has no address. ``local_id`` numbers the processes of this machine, if a scheduler sets it.
-    """
+    """The launcher and its values; ``num_processes`` is 0 if JAX's own detection must complete them."""
 
     launcher: str
-    address: str = ""
+    address: str = ""  # none for a single process
     num_processes: int = 0
     process_id: int = 0
-    local_id: int | None = None
+    local_id: int | None = None  # number among the processes of this machine, if a scheduler sets it
 
     @property
     def host(self) -> str:

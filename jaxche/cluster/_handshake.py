@@ -46,10 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None = None) -> list[tuple[str, str]]:
-    """UUID and kind of each GPU that JAX will use, without starting JAX; else ("", platform), by default "cpu".
-
-    ``local_ids`` are the numbers of the GPUs that JAX takes, or None for all.
-    """
+    """UUID and kind of each GPU that JAX will use (of ``local_ids``, or all), before it starts; else ("", platform)."""
     platform = default_platform(environ)
     if platform != "cuda":
         return [("", platform)]

@@ -312,13 +312,10 @@ def _exit_at_once_after_exception() -> None:
 
 
 def _exit_last(error: BaseException, exits: threading.Event) -> None:
-    """At exit, process 0 waits until the other processes have printed their errors.
-
-    It serves JAX's coordinator, without which JAX ends the others at once. In an elastic run that is another process.
-    """
+    """At exit, process 0, which serves JAX's coordinator, waits until the other processes have printed their errors."""
     exits.wait()
     state = _jax_distributed.global_state
-    if state.client is None or isinstance(process_group(), ElasticGroup):
+    if state.client is None or isinstance(process_group(), ElasticGroup):  # whose coordinator is another process
         return
     with contextlib.suppress(Exception):  # of JAX: the coordinator is gone, or a process has printed no error
         if state.process_id:

@@ -37,10 +37,7 @@ class LinePrinter:
 
 
 class OutputReader(threading.Thread):
-    """A thread that reads the pipe of a rank and prints its lines to ``stream`` (None: drops them).
-
-    ``last`` has the last 20 lines.
-    """
+    """A thread that reads the pipe of a rank, prints it to ``stream``, if any, and keeps the ``last`` 20 lines."""
 
     def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None) -> None:
         super().__init__(daemon=True)

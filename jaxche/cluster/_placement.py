@@ -83,10 +83,7 @@ def rank_environment(
     coordinator: str,
     placement: Placement,
 ) -> dict[str, str]:
-    """The environment variables of one rank; XLA flags, thread counts and tunables in ``base`` take precedence.
-
-    ``coordinator`` is ``host:port`` of rank 0.
-    """
+    """The environment variables of one rank; XLA flags, thread counts and tunables in ``base`` take precedence."""
     variables = dict(base) | {COORDINATOR: coordinator, NUM_PROCESSES: str(processes), PROCESS_ID: str(rank)}
     if placement.pace_ms is not None:
         variables[PACE_MS] = f"{placement.pace_ms:g}"

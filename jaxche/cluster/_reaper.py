@@ -71,11 +71,8 @@ class Reaper:
 
 @contextlib.contextmanager
 def start_reaper(grace_s: float) -> Iterator[Reaper]:
-    """Start the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL.
-
-    A parent-death signal must be set between fork and exec, which is unsafe in a process with threads, and it does not
-    reach children of the ranks.
-    """
+    """Start the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL."""
+    # A parent-death signal is unsafe in a process with threads, and does not reach children of the ranks.
     process = subprocess.Popen(
         ["/bin/sh", "-c", _SCRIPT, "jaxche-reaper", str(round(grace_s))],
         stdin=subprocess.PIPE,

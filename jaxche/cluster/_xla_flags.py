@@ -46,12 +46,9 @@ def elastic_flags(heartbeat_timeout_s: float) -> Mapping[str, str]:
 
 
 def with_flags(current: str, flags: Mapping[str, str]) -> str:
-    """Append ``--name=value`` to the value of ``XLA_FLAGS`` for each flag that it does not set.
-
-    The name of a file of flags, which does not begin with a dash, is returned unchanged.
-    """
+    """Append ``--name=value`` to the value of ``XLA_FLAGS`` for each flag that it does not set."""
     words = current.split()
-    if words and not words[0].startswith("-"):
+    if words and not words[0].startswith("-"):  # the name of a file of flags
         return current
     taken = {word.lstrip("-").partition("=")[0] for word in words}
     missing = [name for name in flags if name not in taken]

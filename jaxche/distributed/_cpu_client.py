@@ -31,11 +31,9 @@ def register_cpu_client() -> None:
 
 
 def make_cpu_client() -> Any:
-    """A client of the CPU devices of all processes.
-
-    Gloo looks the name of the machine up. Without a network the name may have no address; processes that are all on one
-    machine then meet on its loopback address.
-    """
+    """A client of the CPU devices of all processes."""
+    # Gloo looks the name of the machine up, which may have no address without a network. Processes that are all on one
+    # machine then meet on its loopback address.
     state = _jax_distributed.global_state
     host = (state.coordinator_address or "").rpartition(":")[0]
     if state.client is None or not is_loopback(host) or _has_address(socket.gethostname()):
@@ -51,10 +49,7 @@ def own_cpu_devices(count: int) -> tuple[Any, ...]:
 
 
 def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
-    """Start a client of CPU devices on process 0, where one was started before.
-
-    XLA's clients on process 0 write the topology of all devices, and fail if the key exists.
-    """
+    """Start CPU devices again on process 0: XLA writes the topology there, and fails if the key exists."""
     for _ in range(_ATTEMPTS - 1):
         store.key_value_delete(TOPOLOGY)
         try:
@@ -75,10 +70,7 @@ def _has_address(host: str) -> bool:
 
 
 def end_waits(store: Any, processes: Collection[int]) -> None:
-    """End the waits for the addresses of processes that died before they wrote them.
-
-    Gloo waits 30 s for an address, and fails at once if it is cut off.
-    """
+    """End Gloo's waits for addresses of dead processes, at once and not after 30 s, by addresses that are cut off."""
     written = dict(store.key_value_dir_get_bytes(ADDRESSES))
     process_of = {str(device.id): device.process_index for device in jax.devices("cpu")} if written else {}
     for place, address in {key.rpartition("/")[0]: address for key, address in written.items()}.items():

@@ -152,9 +152,7 @@ class ElasticGroup(Group):
         return np.array([self._devices[device.id] for device in devices.flat], dtype=object).reshape(devices.shape)
 
     def shrink(self) -> list[int]:
-        """Continue without the members that died, after a collective has failed, and return them; if none has died, all
-        continue over new connections, and if the others continue without this process, it raises TakenForDeadError.
-        """
+        """After a failed collective, continue over new connections without those that died, and return them."""
         while True:
             # So that no member waits for this one in the next round.
             self.client.key_value_set(f"{self._failures}{self.process_index}", "", allow_overwrite=True)
@@ -217,9 +215,7 @@ class ElasticGroup(Group):
         self._answer(process, incarnation, {"refused": reason})
 
     def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]) -> None:
-        """Continue with more members, given by their incarnations; all present ones call it. The first sends them JSON,
-        and arrays in threads of its own: they may arrive later. If one of them has died, it raises PeerLostError.
-        """
+        """Admit candidates, by their incarnations; all members call it, the first sends JSON and then arrays."""
         is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
         wanted = Quorum(members, [], self.members[0])
@@ -252,9 +248,7 @@ class ElasticGroup(Group):
             send_state(sock, message, state, waiting)
 
     def request_admission(self, fingerprint: Mapping[str, str]) -> Admission | None:
-        """Wait, in standby, until the members admit this process; :meth:`join` and :meth:`receive_state` must follow.
-        None if the fit has ended, and RuntimeError if they refuse it or have all died.
-        """
+        """Wait in standby until members admit this process, which then calls :meth:`join`; None if the fit ended."""
         process, incarnation = self.process_index, self.incarnation
         accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
         here = own_address(str(self._state.coordinator_address))
@@ -434,11 +428,7 @@ def _liveness_address(store: Any) -> list[Any]:
 
 @functools.cache
 def process_group() -> Group:
-    """The group of this process, as ``torch.distributed`` has a default group.
-
-    It and the devices of ``set_devices`` in ``jaxche.sharding`` are the process-wide values of jaxche. It is made at
-    the first call, which has to come after the process has joined its run.
-    """
+    """The group of this process; the first call, which makes it, has to come after the process has joined its run."""
     state = _jax_distributed.global_state
     elastic = state.num_processes > 1 and bool(jax.config.values.get("jax_enable_recoverability"))
     return (ElasticGroup if elastic else Group)(state)

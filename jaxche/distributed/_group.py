@@ -187,10 +187,7 @@ class Group:
         self.all_gather(None)
 
     def relay(self, processes: Sequence[int], add: Callable[[Any], Any]) -> Any:
-        """Hand a small JSON value from one of these processes to the next; all members get that of the last.
-
-        ``add`` makes the value of a process from that of the one before it, or from None in the first.
-        """
+        """Hand JSON along these processes, each of which changes it by ``add``; all members get the last value."""
         if self.num_processes == 1:
             return add(None)
         # The number of the call is that of the all-gather at its end.
@@ -205,9 +202,7 @@ class Group:
         return last
 
     def receive(self, key: str, process: int) -> str:
-        """The value of a key that another process sets; RankError if it has ended its script, or waits for this one in
-        a merge.
-        """
+        """The value of a key of another process; RankError if it has ended, or waits for this one in a merge."""
         absent, start, is_logged = "", time.monotonic(), False
         while True:
             with suppress_timeout():
@@ -278,10 +273,7 @@ class Group:
         return receive
 
     def flag_broadcast(self, processes: Sequence[int], name: str) -> Callable[[bool], bool]:
-        """A function that returns the flag of the first of these processes on all of them, as often as it is called.
-
-        All of them give the same ``processes`` and ``name``, and make the same calls.
-        """
+        """A function that returns the flag of the first of these processes on all of them, as often as all call it."""
         sender = processes[0]
         place = f"jaxche/broadcast/{self.quorum_id}/{'-'.join(map(str, processes))}/{name}"
         start, calls = next(self._broadcasts.setdefault(place, itertools.count())), itertools.count()
@@ -299,9 +291,7 @@ class Group:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """A context for a program on devices of several processes, whose errors after the death of one are
-        PeerLostError.
-        """
+        """A context for a program of several processes; its errors after the death of one are PeerLostError."""
         if self.num_processes > 1 and not self.elastic and not self._publishes:
             self._publishes = True
             threading.Thread(target=self._publish_merges, name="jaxche-merging", daemon=True).start()
@@ -329,11 +319,7 @@ class Group:
         self.raise_everywhere(error, rank, place)
 
     def raise_everywhere(self, error: Exception | None, rank: int, place: str, is_kept: bool = True) -> None:
-        """Raise on all members if any has an error: its own on replica ``rank``, where it happened, a
-        :class:`RankError` elsewhere.
-
-        ``is_kept`` is whether the state from before ``place`` is.
-        """
+        """Raise an error of one member on all: there as it is, with ``rank`` and ``place``, elsewhere as RankError."""
         own = None
         if error is not None:
             last = "".join(traceback.format_exception(error)[-3:])[-1500:]

@@ -38,10 +38,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 class Listener:
-    """Accepts connections that begin with its token, in its own thread.
-
-    It closes all others: after a wrong token, after five seconds, or when more than 64 wait.
-    """
+    """Accepts connections that begin with its token, in its own thread, and closes all others."""
 
     def __init__(
         self,
@@ -137,9 +134,7 @@ def _missing(received: bytearray) -> int:
 
 
 def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
-    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible; TimeoutError if it does not
-    accept in time, OSError if nothing listens there.
-    """
+    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible; OSError if none answers."""
     host, port, name, token = address
     greeting = text.encode()
     assert len(greeting) <= _MAX_TEXT, "a greeting is short"
@@ -178,10 +173,7 @@ def _open(host: str, port: int, name: str | None, timeout_s: float) -> socket.so
 
 
 def own_address(coordinator: str) -> str:
-    """The IP address of this machine for the other processes of a run: the one from which it reaches process 0.
-
-    The ``coordinator``, ``host:port`` of process 0, must listen. If its address is a loopback address, so is this one.
-    """
+    """The IP address of this machine for the others: the one from which it reaches ``host:port`` of process 0."""
     host, _, port = coordinator.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0) as probe:
         own = probe.getsockname()[0]

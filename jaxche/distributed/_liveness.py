@@ -23,9 +23,7 @@ _POLL_S, _RETRY_S, _CONNECT_S, _JOIN_S = 0.05, 0.2, 10.0, 10.0
 
 
 def is_alive(address: list[Any], process: int) -> bool:
-    """Whether the process with this index is alive, from the :class:`LivenessServer` at this address; OSError without
-    an answer.
-    """
+    """Whether a process is alive, from the :class:`LivenessServer` at this address; OSError without an answer."""
     with connect(address, f"{process} 0", _CONNECT_S) as sock:
         sock.settimeout(_CONNECT_S)
         return sock.recv(1) == ALIVE
@@ -109,11 +107,8 @@ class Liveness:
         return [process for process, number in expected.items() if (process, number) in ended]
 
     def wait_for_loss(self, expected: Mapping[int, int], place: str, unless: Callable[[], bool]) -> list[int] | None:
-        """The processes whose incarnations have ended, once all others have written a key in ``place``.
-
-        A broken connection is seen before a death; if all have written there, none has died. None if ``unless``
-        becomes true first.
-        """
+        """The processes that died, once all others have written a key in ``place``; None once ``unless`` is true."""
+        # A broken connection is seen before a death. If all have written there, none has died.
         while not unless():
             # Read first: if a process has written its key and then dies, the others detect it later.
             lost = self.lost(expected)
@@ -126,9 +121,7 @@ class Liveness:
     def wait_for_key(
         self, key: str, expected: Mapping[int, int], timeout_ms: float = float("inf"), unless: str | None = None
     ) -> str:
-        """The value of a key of the store, once it is set; PeerLostError if one of ``expected`` died without setting
-        it, or a key that begins with ``unless`` says that it will not be set.
-        """
+        """Wait for a key; PeerLostError if one of ``expected`` died before, or there are keys in ``unless``."""
         client = self._state.client
         deadline = time.monotonic() + timeout_ms / 1e3
         while True:

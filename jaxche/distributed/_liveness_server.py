@@ -77,15 +77,11 @@ class LivenessServer:
     def serve(
         self, empty_s: float, start_s: float = math.inf, has_launcher: Callable[[], bool] = lambda: False
     ) -> None:
-        """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
-
-        It does not end while ``has_launcher`` returns true. Once that is false, dead processes are not replaced, and it
-        ends with the last process. If the run is lost, it ends at once.
-        """
+        """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``."""
         end, has_started = time.monotonic() + start_s, False
         while not self.is_run_lost and time.monotonic() < end:
             self.step()
-            if has_launcher():
+            if has_launcher():  # without it dead processes are not replaced, so the end of the last one is the end
                 end, has_started, empty_s = math.inf, True, 0.0
             elif self.alive:
                 end = math.inf

@@ -37,9 +37,7 @@ class ThreadBarrier:
         return self._broken
 
     def wait(self, key: str, timeout_ms: float) -> None:
-        """Wait for all members, which make the same calls with a key; BrokenBarrierError if one has called
-        :meth:`abort`.
-        """
+        """Wait for all members, which make the same calls with a key; BrokenBarrierError after :meth:`abort`."""
         deadline = time.monotonic() + timeout_ms / 1e3
         self._uses[key] += 1
         key = f"{key}.{self._uses[key]}"

@@ -96,10 +96,7 @@ def hang_timeout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` on SIGTERM instead of exiting; without effect outside the main thread.
-
-    If the context ends without an exception, the signal is raised again for the previous handler.
-    """
+    """Call ``action`` on SIGTERM, and raise it again after the context; without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,10 +117,7 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def delayed_interrupt(line: str = "") -> Iterator[None]:
-    """Delay Ctrl-C to the end of the context, but not a second one; without effect outside the main thread.
-
-    The line is logged at the first.
-    """
+    """Delay the first Ctrl-C to the end of the context, and log ``line`` at it; only in the main thread."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
