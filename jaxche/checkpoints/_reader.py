@@ -122,11 +122,8 @@ class CheckpointReader:
         """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
         own = error if is_of_process(error) else None  # it cannot read now, e.g. for want of memory
         self._group.raise_everywhere(own, self._group.process_index, f"checkpoint {step}")
-        errors = [
-            text
-            for text in self._group.all_gather(None if error is None else f"{type(error).__name__}: {error}")
-            if text
-        ]
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        errors = [one for one in self._group.all_gather(text) if one]
         if not errors:
             return False
         # All wait for the rename before a save uses the name.

@@ -22,7 +22,7 @@ import jaxche
 
 # Errors of the system that a second try may not have: no further process, memory or open file.
 _BUSY = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-_CODES = {"bad": "1;31", "good": "32", "strong": "1"}
+_CODES = {"bad": "1;31", "good": "32"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,7 +106,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def paint(text: str, style: str, stream: TextIO | None = None) -> str:
-    """Colour text for a terminal by its ``style``: "bad", "good" or "strong"."""
+    """Colour text for a terminal by its ``style``: "bad" or "good"."""
     out = sys.stdout if stream is None else stream
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not out.isatty()
     return text if plain else f"\033[{_CODES[style]}m{text}\033[0m"

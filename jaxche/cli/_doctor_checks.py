@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import socket
@@ -26,8 +27,6 @@ class Finding(NamedTuple):
 
 def versions() -> Finding:
     """Versions of the packages; the CUDA plugin must fit jaxlib."""
-    import importlib.metadata
-
     found = jaxche.cluster.versions() | {"python": platform.python_version()}
     text = ", ".join(f"{package} {version}" for package, version in found.items())
     for cuda in (12, 13):

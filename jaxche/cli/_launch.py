@@ -124,9 +124,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add("--image", help="container image of the pods of a jobset")
     group.add(
-        "--volume",
-        metavar="CLAIM:/PATH",
-        help="PersistentVolumeClaim for checkpoints, mounted in the pods of a jobset",
+        "--volume", metavar="CLAIM:/PATH", help="PersistentVolumeClaim for checkpoints, mounted in the pods of a jobset"
     )
     options.add("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow")
     options.add(

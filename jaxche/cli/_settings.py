@@ -17,12 +17,7 @@ MERGE_RULES = ("steps", "batch", "fednova")
 TUNERS = ("seed", "steady", "progress")
 SCHEDULERS = ("slurm", "jobset", "mpirun")
 # Scaling rules without required arguments: the option's value, and the class in `jaxche`.
-SCALING_RULES = {
-    "adamscale": "AdamScale",
-    "adascale": "AdaScale",
-    "linear": "LinearScale",
-    "sqrt": "SqrtScale",
-}
+SCALING_RULES = {"adamscale": "AdamScale", "adascale": "AdaScale", "linear": "LinearScale", "sqrt": "SqrtScale"}
 
 # Options of the cadence.
 _CADENCE = ("anchor", "overhead_target", "tuner", "max_batch_diff")

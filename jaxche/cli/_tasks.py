@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,14 +43,10 @@ class Task:
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """The metrics on the test data, computed on one device."""
-        batches = [self.test[i] for i in range(len(self.test))]
-        means = [self._metrics(params, batch) for batch in batches]
+        batches, metric_fn = self.test[:], jax.jit(self.metric_fn)
+        means = [metric_fn(params, batch) for batch in batches]
         sizes = [len(jax.tree.leaves(batch)[0]) for batch in batches]
         return {name: float(np.average([mean[name] for mean in means], weights=sizes)) for name in means[0]}
-
-    @cached_property
-    def _metrics(self) -> Callable[[Any, Any], dict[str, jax.Array]]:
-        return jax.jit(self.metric_fn)
 
 
 def load(name: str, batch_size: int | None = None, learning_rate: float | None = None, seed: int = 0) -> Task:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -29,11 +28,6 @@ class ProcessInfo:
     num_processes: int
     versions: dict[str, str]
     gpus: Sequence[str] = ()  # UUIDs, "" if unknown
-
-
-def local_process_info(num_processes: int, kind: str, gpus: Sequence[str] = ()) -> ProcessInfo:
-    """The values of this process."""
-    return ProcessInfo(socket.gethostname(), kind, num_processes, versions(), gpus)
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jaxche.cluster._all_gather import all_gather
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
 from jaxche.cluster._detect import Detected, detect
-from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
+from jaxche.cluster._handshake import ProcessInfo, cache_folder, handshake, refuse_mismatch, versions, visible_devices
 from jaxche.cluster._heterogeneous import (
     configure_platforms,
     describe_accelerators,
@@ -181,7 +182,7 @@ def initialize(
     _exit_at_once_after_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
-    mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
+    mine = ProcessInfo(socket.gethostname(), kind, state.num_processes, versions(), [uuid for uuid, _ in seen])
     processes = handshake(mine, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
     try:
         refuse_mismatch(processes)

@@ -77,11 +77,7 @@ def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 
 
 
 def rank_environment(
-    base: Mapping[str, str],
-    rank: int,
-    processes: int,
-    coordinator: str,
-    placement: Placement,
+    base: Mapping[str, str], rank: int, processes: int, coordinator: str, placement: Placement
 ) -> dict[str, str]:
     """The environment variables of one rank; XLA flags, thread counts and tunables in ``base`` take precedence."""
     variables = dict(base) | {COORDINATOR: coordinator, NUM_PROCESSES: str(processes), PROCESS_ID: str(rank)}

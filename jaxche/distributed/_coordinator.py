@@ -149,15 +149,9 @@ def serve_coordinator(
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the processes of the run may still write files
         signal.signal(number, signal.SIG_IGN)
-    services = [
-        _jax.get_distributed_runtime_service(
-            bind,
-            num_processes,
-            heartbeat_timeout=JAX_HEARTBEAT_TIMEOUT_S,
-            shutdown_timeout=1,
-            recoverable=True,
-        )
-    ]
+    _service = _jax.get_distributed_runtime_service(  # ends with its last reference, which is this one
+        bind, num_processes, heartbeat_timeout=JAX_HEARTBEAT_TIMEOUT_S, shutdown_timeout=1, recoverable=True
+    )
     timeout_s = heartbeat_timeout_s(os.environ)
     if liveness:
         _, port, _, token = json.loads(liveness)
@@ -174,7 +168,6 @@ def serve_coordinator(
         for stream in (sys.stdout, sys.stderr):  # readers of the pipes do not wait for the end of this process
             os.dup2(null, stream.fileno())
     server.serve(_EMPTY_S, start_s, _is_input_open)
-    assert services  # they end with their last reference
     os._exit(int(server.is_run_lost))  # without waiting for clients
 
 

@@ -96,7 +96,7 @@ class ElasticGroup(Group):
     def __init__(self, state: Any = None):
         super().__init__(state)
         self._liveness = Liveness(self._state, _liveness_address(self.client), self.watchdog)
-        self._incarnations = dict.fromkeys(range(self.num_processes), 1)
+        self.incarnations = dict.fromkeys(range(self.num_processes), 1)  # of the members
         self._devices: dict[int, Any] | None = None
         # The topology of all devices, as a client of XLA wrote it.
         self._topology: bytes | None = None
@@ -112,11 +112,6 @@ class ElasticGroup(Group):
     def incarnation(self) -> int:
         """The incarnation of this process, from 1."""
         return self._liveness.incarnation
-
-    @property
-    def incarnations(self) -> dict[int, int]:
-        """The members and their incarnations."""
-        return self._incarnations
 
     @property
     def is_leader(self) -> bool:
@@ -375,7 +370,7 @@ class ElasticGroup(Group):
 
     def _set_quorum(self, quorum_id: str, members: dict[int, int]) -> None:
         # A member may have left a collective half done, so the count of calls restarts under another name.
-        self._incarnations, self.quorum_id, self._calls = members, quorum_id, 0
+        self.incarnations, self.quorum_id, self._calls = members, quorum_id, 0
 
     def _reconnect(self) -> None:
         """Make the next collectives use new connections.

@@ -210,8 +210,7 @@ class Group:
             waited = time.monotonic() - start
             if absent:
                 raise RankError(
-                    f"process {process} {absent}, and process {self.process_index} waits for it: {_SAME_CALLS}",
-                    process,
+                    f"process {process} {absent}, and process {self.process_index} waits for it: {_SAME_CALLS}", process
                 )
             if waited > _TIMEOUT_MS / 1e3:
                 raise TimeoutError(f"process {process} did not set {key} within {_TIMEOUT_MS / 1e3:.0f} s")

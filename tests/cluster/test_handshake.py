@@ -9,7 +9,6 @@ from jaxche.cluster._handshake import (
     ProcessInfo,
     cache_folder,
     handshake,
-    local_process_info,
     refuse_mismatch,
     versions,
     visible_devices,
@@ -46,7 +45,7 @@ def test_missing_package_is_a_mismatch():
 
 
 def test_handshake_keeps_the_order(service):
-    mine = local_process_info(11, "cpu")
+    mine = ProcessInfo("n3", "cpu", 11, {})
     texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10)) if i != 3}
     service(3, 11, "handshake", texts)
     heard = handshake(mine, 1.0)
@@ -58,13 +57,13 @@ def test_handshake_timeout_names_processes(service):
     with pytest.raises(
         TimeoutError, match=r"process 0, 2 joined, but sent nothing for 'handshake' within 0 s.*jaxche.initialize\(\)"
     ):
-        handshake(local_process_info(3, "cpu"), 0.01)
+        handshake(ProcessInfo("n1", "cpu", 3, {}), 0.01)
 
 
 def test_other_errors_are_no_timeout(service):
     service(1, 3, "handshake", {}, RuntimeError("UNAVAILABLE"))
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        handshake(local_process_info(3, "cpu"), 60.0)
+        handshake(ProcessInfo("n1", "cpu", 3, {}), 60.0)
 
 
 def test_visible_devices(monkeypatch):

@@ -64,7 +64,7 @@ def test_a_process_that_was_left_behind_does_not_come_back_by_a_later_quorum(gro
     (zero, one, two), dead = groups
     dead.add((2, 1))
     assert one.shrink() == zero.shrink() == [2]
-    one._incarnations = zero._incarnations = {0: 1, 1: 1}
+    one.incarnations = zero.incarnations = {0: 1, 1: 1}
     zero._decide(module.Quorum({0: 1, 1: 1, 2: 2}, [], 0))
     with pytest.raises(TakenForDeadError):
         two.shrink()
@@ -86,7 +86,7 @@ def test_a_failure_beside_an_admission_ends_the_quorum_of_the_admission(groups, 
     assert one.shrink() == [2]
     assert one.quorum_id == "3"
     assert dict(store.key_value_dir_get("jaxche/failures/2/"))
-    zero._incarnations, zero.quorum_id = {0: 1, 1: 1, 2: 2}, "2"
+    zero.incarnations, zero.quorum_id = {0: 1, 1: 1, 2: 2}, "2"
     assert zero.shrink() == [2]
     assert zero.incarnations == one.incarnations == {0: 1, 1: 1}
 
@@ -136,7 +136,7 @@ def test_the_request_of_a_candidate_that_came_after_the_one_that_is_answered_sta
         zero.admit({process: candidate["incarnation"]}, {}, [])
         wait_for_senders()
         assert sent == [([2], {2: 2})]
-        zero._incarnations = one.incarnations
+        zero.incarnations = one.incarnations
     else:
         request(3)
         zero.refuse(process, candidate["incarnation"], "it differs")
@@ -206,7 +206,7 @@ def test_members_in_different_calls_have_lost_one_if_there_is_news_of_that(group
     monkeypatch.setattr(module, "_POLL_MS", 1)
     (zero, one, _), dead = groups
     for group in (zero, one):  # process 1 was stopped for a moment, and 0 gave up a save with it
-        group._incarnations = {0: 1, 1: 1}
+        group.incarnations = {0: 1, 1: 1}
         monkeypatch.setattr(group, "receive", lambda key, process: store.blocking_key_value_get(key, 1))
     store.key_value_set("jaxche/all_gather/0/0/1", "null\nthe save of checkpoint 40")
     if news == "death":
