@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def gpu_findings(environ: Mapping[str, str], errors: Sequence[str]) -> list[Find
         return []
     if driver == Driver():
         return [Finding("driver", "no nvidia-smi and no /proc/driver/nvidia: no GPU of NVIDIA, although JAX has CUDA")]
-    return [driver_finding(driver), cuda_finding(driver, plugins, read_runtime, environ, errors)]
+    return [driver_finding(driver), cuda_finding(driver, plugins, environ, errors)]
 
 
 def extra_for(driver: str) -> str:
@@ -91,13 +91,7 @@ def driver_finding(driver: Driver) -> Finding:
     return Finding("driver", text)
 
 
-def cuda_finding(
-    driver: Driver,
-    plugins: list[int],
-    read: Callable[[int], Runtime],
-    environ: Mapping[str, str],
-    errors: Sequence[str],
-) -> Finding:
+def cuda_finding(driver: Driver, plugins: list[int], environ: Mapping[str, str], errors: Sequence[str]) -> Finding:
     """CUDA and cuDNN of JAX, compared with the driver and with those that JAX was built for."""
     fitting = extra_for(driver.version)
     if not plugins:
@@ -108,7 +102,7 @@ def cuda_finding(
         text = f"the plugins for CUDA {' and '.join(map(str, plugins))} are both installed"
         return Finding("cuda", text, f"pip uninstall -y jax-cuda{wrong}-plugin jax-cuda{wrong}-pjrt")
     major = plugins[0]
-    runtime = read(major)
+    runtime = read_runtime(major)
     name = f"jax-cuda{major}-plugin"
     if driver.version and _major(driver.version) < _OLDEST_DRIVER[major]:
         text = f"{name} needs driver {_OLDEST_DRIVER[major]} or newer, and this is {driver.version}"

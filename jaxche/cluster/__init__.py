@@ -8,11 +8,4 @@ import lazy_loader
 __getattr__, __dir__, _ = lazy_loader.attach_stub(__name__, __file__)
 
 # The names of the reference; the other names are for the command line.
-__all__ = [
-    "ClusterInfo",
-    "count_gpus",
-    "emit",
-    "fake_devices",
-    "initialize",
-    "launch",
-]
+__all__ = ["ClusterInfo", "count_gpus", "emit", "fake_devices", "initialize", "launch"]

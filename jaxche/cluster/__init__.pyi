@@ -23,11 +23,4 @@ from ._scheduler_files import emit
 from ._xla_flags import UNRUN_FLAGS as UNRUN_FLAGS
 from ._xla_flags import with_flags as with_flags
 
-__all__ = [
-    "ClusterInfo",
-    "count_gpus",
-    "emit",
-    "fake_devices",
-    "initialize",
-    "launch",
-]
+__all__ = ["ClusterInfo", "count_gpus", "emit", "fake_devices", "initialize", "launch"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -95,8 +96,7 @@ def _visible(environ: Mapping[str, str]) -> list[str] | None:
         return None
     ids = [word.strip() for word in visible.split(",")]
     # CUDA ignores the first invalid entry, usually "-1" or "", and all entries after it.
-    end = next((i for i, word in enumerate(ids) if word in ("", "-1", "NoDevFiles")), len(ids))
-    return ids[:end]
+    return list(itertools.takewhile(lambda word: word not in ("", "-1", "NoDevFiles"), ids))
 
 
 def _gpu(word: str, there: list[tuple[str, str]]) -> tuple[str, str]:

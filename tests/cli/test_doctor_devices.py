@@ -3,6 +3,7 @@
 import logging
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -27,7 +28,8 @@ def smi(monkeypatch):
 
 
 def cuda(driver=H100, plugins=(13,), runtime=FITTING, environ=(), errors=()):
-    return checks.cuda_finding(driver, list(plugins), lambda major: runtime, dict(environ), errors)
+    with mock.patch.object(checks, "read_runtime", return_value=runtime):
+        return checks.cuda_finding(driver, list(plugins), dict(environ), errors)
 
 
 def test_the_driver_is_read_from_nvidia_smi(smi):
