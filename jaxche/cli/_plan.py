@@ -108,9 +108,8 @@ def _run(args: argparse.Namespace) -> int:
         jaxche.sharding.as_bytes(args.memory)  # refuse a bad value before compiling
     if (node := args.intra_node_size) and len(devices) % node:
         fits = max(n for n in range(1, node) if len(devices) % n == 0)
-        raise ValueError(
-            f"--intra-node-size {node} does not divide the {len(devices)} devices; write --intra-node-size {fits}"
-        )
+        advice = f"write --intra-node-size {fits}" if fits > 1 else "leave it out"
+        raise ValueError(f"--intra-node-size {node} does not divide the {len(devices)} devices; {advice}")
     options = {
         "strategies": jaxche.sharding.default_strategies(devices, node),
         "devices": devices,

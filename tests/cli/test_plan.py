@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxche.cli import main
+from jaxche.cli import _plan, main
 from jaxche.cli._main import make_parser
 from jaxche.cli._plan import _smaller
 from jaxche.cluster import fake_devices
@@ -119,6 +119,13 @@ def test_invalid_arguments(words, message, capsys):
     code, _, err = plan(capsys, *words)
     assert code == 2
     assert message in err
+
+
+def test_nodes_of_one_device_are_no_advice(capsys, devices, monkeypatch):
+    monkeypatch.setattr(_plan, "_devices", lambda count: devices[:count])
+    code, _, err = plan(capsys, "--devices", "7", "--intra-node-size", "4")
+    assert code == 2
+    assert "--intra-node-size 4 does not divide the 7 devices; leave it out" in err
 
 
 @pytest.mark.parametrize(
