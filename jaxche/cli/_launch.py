@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import jaxche
 from jaxche.cli._command import Command, write_text
@@ -220,10 +221,8 @@ def _scheduler_file(args: argparse.Namespace) -> str:
         )
     # The Python of the cluster, not this one.
     command = _command(args.module, args.command, "python")
-    if args.module is not None:
-        name = args.module[0].rpartition(".")[2]
-    else:
-        name = os.path.splitext(os.path.basename(next((w for w in command if w.endswith(".py")), command[0])))[0]
+    script = next((word for word in command if word.endswith(".py")), command[0])
+    name = Path(script).stem if args.module is None else args.module[0].rpartition(".")[2]
     return jaxche.cluster.emit(
         args.emit,
         command,

@@ -43,7 +43,7 @@ class Progress:
     """Callback of ``trainer.fit``: process 0 prints, and writes ``history.jsonl``, which `jaxche report` can read."""
 
     def __init__(self, trainer: Trainer, task: Task, epochs: int, folder: Path):
-        self._trainer, self._task, self._epochs = trainer, task, epochs
+        self._task, self._epochs = task, epochs
         self._gap_s = _SYNC_GAP_S if trainer.policy == "sync" and trainer.world_size > 1 else _GAP_S
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
