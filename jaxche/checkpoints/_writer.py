@@ -64,15 +64,15 @@ class CheckpointWriter:
 
     def open(self) -> None:
         """Make it ready to save, for the present members."""
-        group, options, settings, registry = self._group, self._ocp.options, {}, None
+        group, options = self._group, self._ocp.options
         # A fit that failed while it saved has left keys of its barriers, under another name.
         self._name = group.broadcast(os.urandom(6).hex())
         # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
         sync = self._wait_for_others if group.num_processes > 1 else None
-        settings["async_options"] = options.AsyncOptions(timeout_secs=_CENTURY_S, barrier_sync_fn=sync)
         is_first_quorum = group.quorum_id == "0"
+        multiprocessing, registry = options.MultiprocessingOptions(), None
         if not is_first_quorum:
-            settings["multiprocessing_options"] = multiprocessing = options.MultiprocessingOptions(
+            multiprocessing = options.MultiprocessingOptions(
                 primary_host=group.members[0],
                 active_processes=set(group.members),
                 barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
@@ -81,15 +81,16 @@ class CheckpointWriter:
         # Only when a run starts: unfinished checkpoints of dead processes are removed, and Orbax waits for all to make
         # the folder, by collectives that end soon if one process is late.
         is_start = is_first_quorum and self._manager is None
-        options = self._ocp.CheckpointManagerOptions(
+        settings = self._ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             cleanup_tmp_directories=is_start,
             create=is_start,
             # There is none, and Orbax would wait for all processes, for minutes if one has died.
             save_root_metadata=False,
-            **settings,
+            async_options=options.AsyncOptions(timeout_secs=_CENTURY_S, barrier_sync_fn=sync),
+            multiprocessing_options=multiprocessing,
         )
-        self._manager = self._ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
+        self._manager = self._ocp.CheckpointManager(self._folder, options=settings, handler_registry=registry)
 
     def reopen(self, shrunk: bool) -> None:
         """Continue with other members, after some have died (``shrunk``) or were admitted."""
