@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,10 @@ class GroupPause(NamedTuple):
     member: int
 
     def apply(self, local: LocalState, carry: Carry, steps: int) -> tuple[Carry, float]:
-        """The merged carry, and the seconds that it took, the wait for the others included."""
+        """The merged carry, and the seconds that it took, the wait for the others included.
+
+        ``steps`` are those that were taken: fewer than :attr:`after` if there are no more batches.
+        """
         jax.block_until_ready(carry)  # steps that are under way are no wait
         clock = time.perf_counter()
         carry = jax.block_until_ready(self.merge.join(self.member, local.params, carry, steps))
@@ -93,19 +96,23 @@ class GroupPause(NamedTuple):
         return carry, waited_s
 
 
+# The result of a merge, which a replica takes in between two steps of a round.
+Pause: TypeAlias = Correction | GroupPause
+
+
 def group_pauses(
     groups: Sequence[Sequence[int]],
     counts: Sequence[int],
     merges: int,
     average_moments: bool,
     corrections: Sequence[Correction | None],
-) -> list[list[Correction | GroupPause]]:
+) -> list[list[Pause]]:
     """The pauses of each replica in a round: the merges with its group, and the correction of a merge in flight.
 
     ``groups`` have replicas by their place in this process. ``merges`` are those of the round, the last one, of all
     replicas, included.
     """
-    pauses: list[list[Correction | GroupPause]] = [[one] if one else [] for one in corrections]
+    pauses: list[list[Pause]] = [[one] if one else [] for one in corrections]
     for group in groups:
         members = [one for one in group if counts[one]]
         if len(members) < 2:

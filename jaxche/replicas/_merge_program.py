@@ -202,9 +202,11 @@ class MergeProgram:
             "examples": examples,
             "table": self._table(host, measured["not_finite"], sums),
         }
-        old_counts, new_counts = self._counts(start, end, measured)
-        if old_counts:
-            steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
+        new_counts: list[Any] = []
+        if "counts" in start:  # if the merge needs those of the optimizer
+            new_counts = measured["counts"] if "counts" in measured else counts_of(end["opt_state"])
+            pairs = zip(start["counts"], new_counts, strict=True)
+            steps = jnp.stack([new - old for old, new in pairs]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._scaling is not None:
             payload |= self._noise_payload(start, measured, weight, examples)
@@ -223,8 +225,8 @@ class MergeProgram:
         elif self._opt_mode == "reset":
             merged["opt_state"] = fresh = self._tx.init(params)
             new_counts = counts_of(fresh)
-        if old_counts:
-            merged["counts"] = self._merged_counts(old_counts, new_counts, total)
+        if "counts" in start:
+            merged["counts"] = self._merged_counts(start["counts"], new_counts, total)
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
         by_batches = total["squares"][1] / _trained(counts, total["table"][:, 0, _BATCHES]).sum()
         finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
@@ -248,13 +250,6 @@ class MergeProgram:
             "fednova": (count > 0).astype(jnp.float32),
         }[self._rule]
 
-    def _counts(self, start: Any, end: Any, measured: Any) -> tuple[list[Any], list[Any]]:
-        """The optimizer's counts at the start and at the end of the round; none where no merge needs them."""
-        if "counts" not in start:
-            return [], []
-        new = measured["counts"] if "counts" in measured else counts_of(end["opt_state"])
-        return start["counts"], new
-
     def _noise_payload(self, start: Any, measured: Any, weight: Any, examples: Any) -> dict[str, Any]:
         """The sums of which the noise scale and the mean gain are made."""
         assert self._scaling is not None
@@ -272,12 +267,9 @@ class MergeProgram:
             moments = {i: x for i, x in enumerate(leaves) if is_float(x) and not self._accumulates[i]}
         if self._wire != "float32":
             return self._coded_sums(delta, start["residual"], moments, payload)
-        payload = payload | {"delta": weighted(delta, payload["weight"])}
-        if self._opt_mode == "average":
-            payload["opt_state"] = weighted(moments, payload["weight"])
-        total = self._sum(payload)
+        total = self._sum(payload | weighted({"delta": delta, "opt_state": moments}, payload["weight"]))
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
-        return Means(mean, None, {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}, total)
+        return Means(mean, None, {i: s / total["weight"] for i, s in total["opt_state"].items()}, total)
 
     def _next_params(self, params: Any, progress: Any, outer_state: Any) -> tuple[Any, Any]:
         """The parameters after the merged progress, by the outer optimizer if there is one, and its state."""

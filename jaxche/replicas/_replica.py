@@ -8,13 +8,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxche.data import Feed, Key
 from jaxche.distributed import Group
+from jaxche.replicas._group_merge import Pause
 from jaxche.replicas._outputs import BatchOutputs, of_step
 from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
@@ -31,22 +32,6 @@ _IN_FLIGHT = 8
 
 _NO_SCALE = MergeScale()
 _NO_BATCH = object()
-
-
-class Pause(Protocol):
-    """The result of a merge, which a replica takes in between two steps of a round."""
-
-    @property
-    def after(self) -> int:
-        """The steps before it."""
-        ...
-
-    def apply(self, local: LocalState, carry: Carry, steps: int) -> tuple[Carry, float]:
-        """The carry with it, in the round that began at ``local``, and the seconds that the replica waited.
-
-        ``steps`` are those that were taken: fewer than :attr:`after` if there are no more batches.
-        """
-        ...
 
 
 class _Clock:

@@ -41,11 +41,12 @@ class ReplicaMesh:
         self.collective = group.collective if group.num_processes > 1 else contextlib.nullcontext
         self._here = [placement for placement in placements if is_local(placement)]
         width = math.gcd(*(placement.devices.shape[1] for placement in placements))
-        self._direct = len({placement.devices.shape for placement in placements}) == 1
-        self._views = self._here if self._direct else [placement.resized(width) for placement in self._here]
-        rows = [
-            placement.devices if self._direct else placement.devices.reshape(-1, width)[:1] for placement in placements
-        ]
+        # Whether replicas have one shape: the rows of a view are its buffers then, and not copies of other shards.
+        self.keeps_buffers = len({placement.devices.shape for placement in placements}) == 1
+        rows, self._views = [placement.devices for placement in placements], self._here
+        if not self.keeps_buffers:
+            rows = [devices.reshape(-1, width)[:1] for devices in rows]
+            self._views = [placement.resized(width) for placement in self._here]
         homes = _local_devices(rows)
         # The size up to which arrays merge joined.
         self.small_bytes = SMALL_BYTES
@@ -84,11 +85,6 @@ class ReplicaMesh:
         )
         with self.collective():
             jax.block_until_ready(jax.jit(total)(self.rows(np.ones((len(self._here), 1)))))
-
-    @property
-    def keeps_buffers(self) -> bool:
-        """Whether the rows of a view are its buffers, and not copies of other shards."""
-        return self._direct
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -130,7 +126,7 @@ class ReplicaMesh:
 
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The ``[R, ...]`` views of named trees, from one dict per local replica; no copy if shapes agree."""
-        if not self._direct:
+        if not self.keeps_buffers:
             trees = [view.move(named) for view, named in zip(self._views, trees, strict=True)]
         self._start_copies(trees)
         return {name: self._by_spec(self._stacked, name, *(named[name] for named in trees)) for name in trees[0]}
@@ -163,7 +159,9 @@ class ReplicaMesh:
                 rows = ([leaf.addressable_data(i)] if self._is_plain else _shards(leaf, devices) for leaf in leaves)
                 pieces = [_moved(row, devices, homes) for row in rows]
                 part[name] = view.assemble(name, tree, pieces)
-        return parts if self._direct else [placement.move(p) for placement, p in zip(self._here, parts, strict=True)]
+        if self.keeps_buffers:
+            return parts
+        return [placement.move(part) for placement, part in zip(self._here, parts, strict=True)]
 
     def unreplicate(self, name: str, tree: Any) -> Any:
         """One row of an ``[R, ...]`` view with equal rows; each device keeps its shards."""

@@ -30,13 +30,10 @@ def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequ
     A round keeps the given state and works on a copy, but for the trees that it takes, with ``in_flight`` batches
     dispatched ahead.
     """
-    # The other constants are arrays of the local state; only the carry adds to them.
-    (start, carry, batch), (_, carry_shardings, batch_shardings) = (
-        executable.args_info[0],
-        executable.input_shardings[0],
-    )
+    start, carry, batch = executable.args_info[0]
+    _, carry_shardings, batch_shardings = executable.input_shardings[0]
     carry, carry_shardings = (one._replace(**dict.fromkeys(takes)) for one in (carry, carry_shardings))
-    # Whole on each device.
+    # Whole on each device. The other constants are arrays of the local state.
     frozen = sum(math.prod(x.shape) * x.dtype.itemsize for x in start.frozen)
     fixed = {
         "parameters": nbytes_per_device(local.params),

@@ -9,7 +9,7 @@ number of mini-steps. Counts of moments, such as that of Adam's bias correction,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ def with_counts(opt_state: Any, counts: Sequence[Any]) -> Any:
 
 def are_schedules(opt_state: Any) -> list[bool]:
     """Whether a schedule depends on each of :func:`counts_of`."""
-    return [bool(kind) for kind in _kinds(opt_state)]
+    return [bool(unit) for unit in _schedule_units(opt_state)]
 
 
 def are_accumulators(opt_state: Any) -> list[bool]:
@@ -64,20 +64,7 @@ def are_accumulators(opt_state: Any) -> list[bool]:
     The mean with a replica that has just applied its own would lose them.
     """
 
-    def found(node: Any) -> bool:
-        return type(node).__name__ in _ACCUMULATORS
-
-    def mark(node: Any) -> Any:
-        if not found(node):
-            return False
-        own = _ACCUMULATORS[type(node).__name__]
-        kinds = {
-            name: jax.tree.map(lambda _: True, part) if name in own else jax.tree.map(mark, part, is_leaf=found)
-            for name, part in node._asdict().items()
-        }
-        return node._replace(**kinds)
-
-    return jax.tree.leaves(jax.tree.map(mark, opt_state, is_leaf=found))
+    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _ACCUMULATORS))]
 
 
 def update_in_round(
@@ -119,8 +106,8 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
         per_step = accumulated // n_steps
         accumulated = accumulated - updates * n_steps * per_step
     increments = {"update": batches, "accumulated": per_step}
-    found = zip(counts_of(before), counts_of(after), _kinds(before), strict=True)
-    counts = [a + (b - a) * increments[kind].astype(a.dtype) if kind else b for a, b, kind in found]
+    found = zip(counts_of(before), counts_of(after), _schedule_units(before), strict=True)
+    counts = [a + (b - a) * increments[unit].astype(a.dtype) if unit else b for a, b, unit in found]
     return with_counts(after, counts), accumulated
 
 
@@ -145,10 +132,6 @@ def are_keys(opt_state: Any) -> list[bool]:
     ]
 
 
-def _is_schedule(node: Any) -> bool:
-    return isinstance(node, tuple) and type(node).__name__ in _SCHEDULES
-
-
 def _is_accumulation(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
 
@@ -158,22 +141,27 @@ def _accumulation(opt_state: Any) -> Any:
     return next(filter(_is_accumulation, jax.tree.leaves(opt_state, is_leaf=_is_accumulation)), None)
 
 
-def _kinds(opt_state: Any) -> list[str]:
+def _schedule_units(opt_state: Any) -> list[str]:
     """The unit of each of :func:`counts_of`: "update", "accumulated", or "" without a schedule."""
-    return select_counts(opt_state, jax.tree.leaves(_schedule_kinds(opt_state, "update")))
+    return select_counts(opt_state, jax.tree.leaves(_units(opt_state, _SCHEDULES)))
 
 
-def _schedule_kinds(tree: Any, kind: str) -> Any:
-    """The tree with a kind in place of each leaf."""
+def _units(tree: Any, fields: Mapping[str, Sequence[str]], unit: str = "update") -> Any:
+    """The tree with a unit for each leaf in these fields of these classes, and "" for every other leaf."""
 
-    def node(found: Any) -> Any:
-        if not _is_schedule(found):
+    def is_found(node: Any) -> bool:
+        return isinstance(node, tuple) and type(node).__name__ in fields
+
+    def units(node: Any) -> Any:
+        if not is_found(node):
             return ""
-        inner = "accumulated" if _is_accumulation(found) else kind
-        fields = _SCHEDULES[type(found).__name__]
-        marks = {
-            name: inner if name in fields else _schedule_kinds(getattr(found, name), inner) for name in found._fields
+        inner = "accumulated" if _is_accumulation(node) else unit
+        parts = {
+            name: jax.tree.map(lambda _: inner, part)
+            if name in fields[type(node).__name__]
+            else _units(part, fields, inner)
+            for name, part in node._asdict().items()
         }
-        return found._replace(**marks)
+        return node._replace(**parts)
 
-    return jax.tree.map(node, tree, is_leaf=_is_schedule)
+    return jax.tree.map(units, tree, is_leaf=is_found)
