@@ -11,6 +11,7 @@ from jaxche.data._batches import join_pieces as join_pieces
 from jaxche.data._batches import reading as reading
 from jaxche.data._checks import line_for_two_arrays as line_for_two_arrays
 from jaxche.data._checks import non_finite_leaves as non_finite_leaves
+from jaxche.data._checks import on_host as on_host
 from jaxche.data._checks import sequence_of as sequence_of
 from jaxche.data._iterator_state import from_json as from_json
 from jaxche.data._iterator_state import to_json as to_json

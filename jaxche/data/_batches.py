@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
-from jaxche.data._checks import is_nondeterministic, refuse_other_length, sequence_of
+from jaxche.data._checks import is_key, is_nondeterministic, refuse_other_length, sequence_of
 from jaxche.messages import brief, short_traceback
 from jaxche.sharding import batch_size, check_range, without_axes
 
@@ -116,10 +116,6 @@ def reading(sequence: Any) -> Callable[[int], Any]:
     return read
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Batches:
     """Arrays in memory as a sequence of shuffled batches.
@@ -200,7 +196,7 @@ class Batches:
 
         def cut(x: Any) -> Any:
             # A masked array, whose mask np.asarray would lose, is refused as a batch.
-            return x[rows] if _is_key(x) or isinstance(x, np.ma.MaskedArray) else np.asarray(x)[rows]
+            return x[rows] if is_key(x) or isinstance(x, np.ma.MaskedArray) else np.asarray(x)[rows]
 
         return jax.tree.map(cut, self.arrays)
 
@@ -279,9 +275,11 @@ def _is_at_hand(data: Any) -> bool:
 
 
 class SequenceReader:
-    """Reads batches ahead on one background thread, ``depth`` per replica, or at once if they are at hand.
+    """A :class:`Reader` of a sequence, on one background thread, ``depth`` batches ahead for each replica.
 
-    So devices do not wait for NumPy, and user code is not called from two threads at once. ``nondeterministic`` is
+    Batches that are at hand are read at once.
+
+    Devices do not wait for NumPy then, and user code is not called from two threads at once. ``nondeterministic`` is
     whether reads of one batch differ; None before the first read.
     """
 
@@ -301,7 +299,6 @@ class SequenceReader:
 
     @property
     def size(self) -> int:
-        """The number of batches in an epoch."""
         return checked_length(self.data)
 
     def seek(self, state: Any) -> None:
@@ -320,21 +317,17 @@ class SequenceReader:
         keeps: bool = False,
         ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each local rank; ``ahead`` batches are seen before they are taken."""
         return self.start([plan.steps(rank)[: done[rank]] for rank in ranks])
 
     def share(self, plan: RoundPlan, state: Any, rank: int) -> tuple[Key, ...]:
-        """The (epoch, index) of each batch of a rank."""
         return plan.share(rank)
 
     def samples(self, plan: RoundPlan) -> tuple[Any, Any]:
-        """The first batch of a plan, and a whole one."""
         batch = self.peek((plan.epoch, plan.start))
         # A run may continue from the last batch of an epoch, which is smaller than the others.
         return batch, batch if plan.start == 0 else self._read((plan.epoch, 0))
 
     def some(self, count: int) -> list[Any]:
-        """Some batches to measure speeds with."""
         return [self._read((0, i % len(self.data))) for i in range(count)]
 
     def _read(self, key: Key) -> Any:
@@ -375,7 +368,6 @@ class SequenceReader:
         return feeds
 
     def prefetch(self, feeds: Sequence[Feed], keys: Sequence[Sequence[Key]]) -> None:
-        """Read batches of later rounds, those of each feed, after the last ones of this round."""
         for feed, own in zip(feeds, keys, strict=True):
             feed.later = own
         for position in range(self.depth):
@@ -470,9 +462,7 @@ class Feed:
                 yield batch
 
 
-def join_pieces(
-    step: Step, read: Callable[[Key], Any], divides: bool = False
-) -> list[tuple[Any, list[tuple[Key, slice]]]]:
+def join_pieces(step: Step, read: Callable[[Key], Any], divides: bool) -> list[tuple[Any, list[tuple[Key, slice]]]]:
     """One batch of the rows of all pieces, and the rows that it has of each batch; nothing without rows.
 
     A whole batch is not copied, and its slice has no end. ``read`` returns None for a batch after the end of a stream.

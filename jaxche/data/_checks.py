@@ -90,7 +90,7 @@ def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
     """The leaves of a batch with values that are NaN or infinite, and the first row of each."""
     found = []
     for name, leaf in _leaves(batch).items():
-        x = _on_host(leaf)
+        x = on_host(leaf)
         if _is_inexact(x) and not (finite := np.isfinite(x)).all():
             row = int(np.flatnonzero(~finite.reshape(len(x), -1).all(1))[0])
             kind = "NaN" if np.isnan(x).any() else "infinity"
@@ -110,7 +110,7 @@ def _is_inexact(x: np.ndarray) -> bool:
 def _equal(x: Any, y: Any) -> bool:
     if x is y:
         return True
-    x, y = _on_host(x), _on_host(y)
+    x, y = on_host(x), on_host(y)
     return x.shape == y.shape and x.dtype == y.dtype and bool(np.array_equal(x, y, equal_nan=_is_inexact(x)))
 
 
@@ -118,12 +118,17 @@ def _close(x: Any, y: Any) -> bool:
     """Equal up to rounding, which may differ between reads in a pipeline of several threads."""
     if _equal(x, y):
         return True
-    x, y = _on_host(x), _on_host(y)
+    x, y = on_host(x), on_host(y)
     if x.shape != y.shape or x.dtype != y.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
         return False
     return np.allclose(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
 
 
-def _on_host(x: Any) -> np.ndarray:
-    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
+def is_key(x: Any) -> bool:
+    """Whether x is an array of random keys, which NumPy does not know."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def on_host(x: Any) -> np.ndarray:
+    """The numbers of an array; of random keys, their words."""
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)

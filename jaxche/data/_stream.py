@@ -175,7 +175,7 @@ def epoch_size(data: Any) -> int:
     return EPOCH_SIZE if is_stream(data) else checked_length(data)
 
 
-def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Stream:
+def check_stream(data: Any, group: Group, spans: bool, epochs: int) -> Stream:
     """The stream of this data, or ValueError if it cannot be read; ``spans``: a replica has several processes."""
     stream, name = as_stream(data), type(data).__name__
     if epochs > 1 and stream.has_one_epoch:

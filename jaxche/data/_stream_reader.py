@@ -15,7 +15,7 @@ from jaxche.distributed import Group
 
 
 class StreamReader:
-    """Reads the stream of this process.
+    """A :class:`Reader` of the stream of this process.
 
     ``processes_of_ranks`` are the processes of each replica. If each process reads its own stream, batches and rows
     stay on their process.
@@ -39,15 +39,13 @@ class StreamReader:
         return self._sharded or [0] * len(plan.counts)
 
     def seek(self, state: DataState) -> None:
-        """Go to the position of a state."""
         position = self._position(state)
         states = position.states or (None,) * self._count
         taken, ended = position.taken[self._own], position.ended[self._own]
         self._queue.seek(Place(state.epoch, taken, ended, states[self._own]))
 
     def _position(self, state: DataState) -> StreamPosition:
-        at_start = state.stream is None and state.cursor == 0
-        if at_start or (state.stream is None and self._count == 1):
+        if state.stream is None and (state.cursor == 0 or self._count == 1):
             return StreamPosition((state.cursor,) * self._count, (False,) * self._count)
         if state.stream is None or len(state.stream.taken) != self._count:
             streams = "one sequence" if state.stream is None else f"{len(state.stream.taken)} streams"
@@ -93,7 +91,6 @@ class StreamReader:
         keeps: bool = False,
         ahead: int = 0,
     ) -> list[Feed]:
-        """Start to read a round: one feed for each local rank; ``ahead`` batches are seen before they are taken."""
         steps = self.steps(plan, state)
         streams = self._streams(plan)
         total = plan.joined or sum(n for n, stream in zip(done, streams, strict=True) if stream == self._own)
@@ -105,7 +102,6 @@ class StreamReader:
         return tuple(dict.fromkeys(piece.key for step in self.steps(plan, state)[rank] for piece in step))
 
     def samples(self, plan: RoundPlan) -> tuple[Any, Any]:
-        """The next batch, and a whole one."""
         found = [*self._queue.next_batches(1), *([] if self._queue.first is None else [self._queue.first])]
         if not found:
             raise ValueError(
@@ -114,7 +110,6 @@ class StreamReader:
         return found[0], found[-1]
 
     def some(self, count: int) -> list[Any]:
-        """Some batches to measure speeds with."""
         return self._queue.next_batches(count) or [self._queue.first]
 
     def prefetch(self, feeds: Any, keys: Any) -> None:
@@ -129,7 +124,6 @@ class StreamReader:
     def advance(
         self, before: DataState, after: State, plan: RoundPlan, counts: Sequence[int], ended: Sequence[int]
     ) -> State:
-        """The state after a round with its position in the streams; ``ended`` is that of each rank."""
         if not self.is_sharded and len(set(ended)) > 1:
             lengths = {rank: length - 1 for rank, length in enumerate(ended) if length}
             raise ValueError(

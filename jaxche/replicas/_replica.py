@@ -329,7 +329,7 @@ class Replica:
             return 0.0
         return self._pace_ms * batch_size(batch) / self.batch_rows
 
-    def memory(self, local: LocalState, takes: Sequence[str] = ()) -> tuple[RoundMemory, int]:
+    def memory(self, local: LocalState, takes: Sequence[str]) -> tuple[RoundMemory, int]:
         """Bytes that a round needs on a device, for the largest compiled batch, and the rows of that."""
         compiled = self._executables.values()
         found = ((round_memory(local, steps.measuring, _IN_FLIGHT, takes), rows) for steps, rows in compiled)

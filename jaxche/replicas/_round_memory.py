@@ -24,7 +24,7 @@ class RoundMemory(NamedTuple):
     by_purpose: dict[str, int]  # all of them, and "in all"
 
 
-def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequence[str] = ()) -> RoundMemory:
+def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequence[str]) -> RoundMemory:
     """The memory of a round with these compiled steps.
 
     A round keeps the given state and works on a copy, but for the trees that it takes, with ``in_flight`` batches

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import escape_name, path_names
-from jaxche.data import SequenceReader
+from jaxche.data import SequenceReader, on_host
 from jaxche.distributed import Group
 from jaxche.messages import odd_ones
 from jaxche.scaling import with_extra_args
@@ -84,9 +84,7 @@ def _batch_hash(batch: Any) -> str:
 
 
 def _leaf_hash(leaf: Any) -> str:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    host = np.ascontiguousarray(leaf)
+    host = np.ascontiguousarray(on_host(leaf))
     return _hash(f"{host.dtype} {host.shape}".encode() + host.tobytes())
 
 
