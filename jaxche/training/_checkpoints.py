@@ -164,21 +164,18 @@ class CheckpointManager(Hook):
                 self._lock.acquire()
         restore = Restore(self._trainer, self._folder, self._source)
         run.state = restore.newest(run.state)
+        ended = "that run has ended, so nothing is trained now: give each run a folder of its own"
         if restore.is_of_other_data:
             _log.warning(
                 "checkpoints=%r was made with other data of the same number of batches; %s",
                 str(self._folder),
-                "that run has ended, so nothing is trained now: give each run a folder of its own"
-                if run.is_done
-                else "training continues with this data",
+                ended if run.is_done else "training continues with this data",
             )
         if restore.is_of_other_optimizer and self._group.is_first:
             _log.warning(
                 "checkpoints=%r was made with another tx, or other settings of it, such as its learning rate; %s",
                 str(self._folder),
-                "that run has ended, so nothing is trained now: give each run a folder of its own"
-                if run.is_done
-                else "training continues with this one",
+                ended if run.is_done else "training continues with this one",
             )
         if run.end.is_passed(run.state) and not restore.is_of_other_data and self._group.is_first:
             # A loop of fits that is started again counts each from here, and trains for longer.
@@ -299,10 +296,10 @@ class CheckpointManager(Hook):
         reader = self._trainer._engine.reader(self._data)
         if state.stream is None or not isinstance(reader, StreamReader):
             return state
-        iterator_state = None
         try:
             iterator_state = to_json(reader.iterator_state(state))
         except TypeError as error:
+            iterator_state = None
             if not self._warned:
                 text = "the state of the stream is not saved (%s): a resumed run reads batches again and skips them"
                 _log.warning(text, error)
@@ -342,10 +339,11 @@ class Restore:
         (*here, own), (*there, other) = optimizers
         self.is_of_other_optimizer = here == there and own != other
         if "residual" not in found.trees and any(map(_is_residual, meta["leaves"])):
-            text = (
-                "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero"
+            _log.warning(
+                "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero",
+                found.step,
+                meta["rows"]["residual"],
             )
-            _log.warning(text, found.step, meta["rows"]["residual"])
         # From here on processes run collectives.
         local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found.trees, rows))
         differ = "opt_state" in state_dict.rows and rows.get("opt_state") == self._trainer.world_size
@@ -376,10 +374,10 @@ class Restore:
     def _state_dict(self, meta: Mapping[str, Any], state: TrainerState) -> StateDict:
         """The state dict for a checkpoint, with a previous gradient if the checkpoint has one."""
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
-        found = []
-        for engine in self._trainer._local_engines:
-            local_states = engine.with_previous_gradient(state.local_states, compares)
-            found.append(engine.state_dict(local_states))
+        found = [
+            engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
+            for engine in self._trainer._local_engines
+        ]
         return next((one for one in found if _has_residual_of(meta, one)), found[0])
 
     def _rows(self, meta: Mapping[str, Any], state: TrainerState) -> dict[str, int]:

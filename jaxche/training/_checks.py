@@ -69,36 +69,34 @@ def check_wire(wire: str, averaging: Averaging) -> None:
     one_of("wire", wire, (*WIRES, "auto"))
     if wire == "float32":
         return
-    reason = ""
     if averaging.staged:
         reason = "the stages of a jaxche.Partitioned merge one after the other in float32"
     elif averaging.average == "gradients":
         reason = "average='gradients' sums gradients in float32, for the exact update of the joined batch"
-    if reason:
-        raise ValueError(
-            f"wire={wire!r} codes the change of averaged parameters, and {reason}; leave it out, or write "
-            "policy='cadence', average='parameters' for a model in one piece"
-        )
+    else:
+        return
+    raise ValueError(
+        f"wire={wire!r} codes the change of averaged parameters, and {reason}; leave it out, or write "
+        "policy='cadence', average='parameters' for a model in one piece"
+    )
 
 
 def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, fleet: Any) -> None:
     """Refuse ``wire="auto"`` where its merges cannot be measured and changed."""
     if wire != "auto":
         return
-    what = ""
     if isinstance(fleet, VirtualFleet) and fleet.link_mbit is None:
         what = "measures merges, and on the clock of a fleet= without link_mbit= they cost the same with every wire"
     elif elastic:
         what = "changes the programs of all processes in a run, and an elastic run admits processes without them"
     elif che is not None and not TUNERS[che.tuner].stores_merges:
         what = f"follows the measured merges, which tuner={che.tuner!r} does not keep"
-    if what:
-        raise ValueError(f"wire='auto' {what}; write wire='int4', or leave it out")
+    else:
+        return
+    raise ValueError(f"wire='auto' {what}; write wire='int4', or leave it out")
 
 
-def check_recorded(
-    history: Sequence[RoundInfo], wire: str, overlaps: Sequence[float], groups: Sequence[int] = ()
-) -> None:
+def check_recorded(history: Sequence[RoundInfo], wire: str, overlaps: Sequence[float], groups: Sequence[int]) -> None:
     """Refuse recorded rounds whose merges a trainer with these arguments would not make again.
 
     Updates of exact sync have neither wire nor overlap.
@@ -136,6 +134,12 @@ def check_joined() -> None:
         )
 
 
+def _one_per_replica(value: Any, world_size: int) -> list[Any]:
+    """The given list, or a single value for each replica."""
+    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    return list(value) if is_list else [value] * world_size
+
+
 def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
     """The pace of each replica in ms, from the argument or from the variable of the launcher."""
     if pace_ms is None and PACE_MS in os.environ:
@@ -143,9 +147,7 @@ def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
             pace_ms = float(os.environ[PACE_MS])
         except ValueError:
             raise ValueError(f"{PACE_MS}={os.environ[PACE_MS]!r} is no number of ms; write {PACE_MS}=20") from None
-    paces: list[Any] = [pace_ms] * world_size
-    if isinstance(pace_ms, Sequence | np.ndarray) and not isinstance(pace_ms, str):
-        paces = list(pace_ms)
+    paces = _one_per_replica(pace_ms, world_size)
     numbers = (p for p in paces if p is not None)
     valid = (isinstance(p, Real) and not isinstance(p, bool) and math.isfinite(p) and float(p) > 0 for p in numbers)
     if len(paces) != world_size or not all(valid):
@@ -312,8 +314,7 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
     """The largest step of each replica in rows, or None."""
     if max_rows is None:
         return None
-    is_list = isinstance(max_rows, Sequence | np.ndarray) and not isinstance(max_rows, str)
-    given = list(max_rows) if is_list else [max_rows] * world_size
+    given = _one_per_replica(max_rows, world_size)
     if len(given) != world_size:
         raise ValueError(f"max_rows={max_rows!r} must be one whole number, or {world_size}, one a replica")
     given = [whole_number("max_rows", n, 1, "max_rows=64") for n in given]

@@ -124,7 +124,7 @@ class MetricProgram:
         metric_fn: Callable[..., Any] | None,
         seed: int,
         updates: bool,
-        scalars_only: bool = False,
+        scalars_only: bool,
     ):
         self.metric_fn, self.updates = metric_fn, updates
         function: Any = metric_fn or loss_fn
@@ -144,11 +144,6 @@ class MetricProgram:
             return jax.tree.map(jnp.asarray, convert(call(params, model_state, batch, rng)))
 
         self._run = run
-
-    @property
-    def compilations(self) -> int:
-        """The number of replicas and shapes that the function was compiled for."""
-        return len(self._compiled)
 
     def begin(self, form: Any) -> None:
         """Forget the programs for states of another form."""
@@ -217,7 +212,7 @@ class MetricProgram:
         return Partitioned(stages, model.loss, Direct(), list(placement.devices[0]), seed=model.seed + self._seed)
 
 
-def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metrics: Any = None) -> MetricProgram:
+def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metrics: Any) -> MetricProgram:
     """The program of a metric function, reused from an earlier evaluation if there is one."""
     if isinstance(metrics, type):
         raise ValueError(
@@ -261,7 +256,10 @@ def evaluate(
         size = number_of_batches(data, group)
         speeds = state.che.ms_per_batch if state.che else ()
         speeds = [1 / ms for ms in speeds] if speeds and all(speeds) else [1.0] * trainer.world_size
-        parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_stream_part(trainer)]
+        if size is None:  # of a stream, which this process alone reads, for all its ranks
+            parts = [Part((group.process_index,), tuple(range(trainer.world_size)), range(1))]
+        else:
+            parts = parts_of(engine.processes_of_present_ranks, speeds, size)
         sources = _sources(group, data, size, parts)
         for rank, placement, local in engine.here(state.local_states):
             if rank in sources:
@@ -326,11 +324,6 @@ def batches_of(data: Any) -> Iterator[Any]:
     if is_stream(data):
         return map(as_batch, as_stream(data).iterable(0))
     return map(sequence_of(data, 0).__getitem__, range(len(data)))
-
-
-def _stream_part(trainer: Rounds) -> Part:
-    """The batches of a stream, which only one process reads, for all its ranks."""
-    return Part((trainer._group.process_index,), tuple(range(trainer.world_size)), range(1))
 
 
 def _sources(group: Group, data: Any, size: int | None, parts: Sequence[Part]) -> dict[int, Source]:

@@ -166,7 +166,7 @@ class ProgressHook(Hook):
     ``every`` is how often it prints a line, None for every ten seconds.
     """
 
-    def __init__(self, trainer: Rounds, enabled: bool, every: Every | None = None):
+    def __init__(self, trainer: Rounds, enabled: bool, every: Every | None):
         self._trainer, self._enabled, self._every = trainer, enabled, every
         self._bar: tqdm | None = None
         self._prints = False  # lines in place of a bar
@@ -201,13 +201,8 @@ class ProgressHook(Hook):
             if self._total is not None:
                 left = (now - self._start) / self._done * (self._total - self._done)
                 done = f"{self._done}/{self._total} batches, {left:.0f} s left"
-            self.write(f"{text} ({done})")
+            tqdm.write(f"{text} ({done})", file=sys.stderr)
         return False
-
-    def write(self, text: str) -> None:
-        """Print a line, unless progress is off."""
-        if self._prints or (self._bar is not None and not self._bar.disable):
-            tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Close the bar."""
@@ -235,7 +230,7 @@ class LauncherHook(Hook):
 class CallbackHook(Hook):
     """Calls the callbacks of the user."""
 
-    def __init__(self, callbacks: Sequence[Callback], every: Every | None = None, is_leader: bool = True):
+    def __init__(self, callbacks: Sequence[Callback], every: Every | None, is_leader: bool):
         self._callbacks, self._every, self._is_leader = callbacks, every, is_leader
         self._logged: RoundInfo | None = None
 

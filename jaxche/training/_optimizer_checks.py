@@ -173,7 +173,7 @@ def warn_of_shared_key(tx: Any, params: Any, average: str) -> None:
         return
     state = jax.eval_shape(tx.init, params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
-    for path in itertools.islice(itertools.compress(paths, are_keys(state)), 1):
+    if (path := next(itertools.compress(paths, are_keys(state)), None)) is not None:
         _log.warning(
             "tx draws from a random key in its state, opt_state%s, and all replicas start with the same: those that "
             "take equally many steps add the same noise, which a merge does not reduce. For one draw an update write "

@@ -440,11 +440,9 @@ class Trainer(Rounds):
         settings = self._settings
         if self._rules.policy_of(state) is ApplyPolicy.SYNC or settings.average != "parameters" or settings.staged:
             return ""
-        if state.che is None:
+        if state.che is None or (share := merge_share(state.che)) < DEAR:
             return ""
-        share, advice = merge_share(state.che), []
-        if share < DEAR:
-            return ""
+        advice = []
         if settings.wire == "float32":
             advice.append("wire='int4' sends about 1/8 of the bytes")
         can_overlap = self.policy in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) and settings.scaling is None
