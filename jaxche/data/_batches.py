@@ -275,12 +275,9 @@ def _is_at_hand(data: Any) -> bool:
 
 
 class SequenceReader:
-    """A :class:`Reader` of a sequence, on one background thread, ``depth`` batches ahead for each replica.
+    """A :class:`Reader` of a sequence: on one background thread, ``depth`` batches ahead for each replica.
 
-    Batches that are at hand are read at once.
-
-    Devices do not wait for NumPy then, and user code is not called from two threads at once. ``nondeterministic`` is
-    whether reads of one batch differ; None before the first read.
+    So devices do not wait for NumPy, and user code is not called from two threads. Batches at hand are not read ahead.
     """
 
     def __init__(self, data: Any, depth: int = 8):
@@ -291,7 +288,7 @@ class SequenceReader:
         self._uses: collections.Counter[Key] = collections.Counter()
         self._lock = threading.RLock()  # replicas take pieces of one batch from several threads
         self._epochs: dict[int, Callable[[int], Any]] = {}  # that read the batches of an epoch
-        # Reads of these types are always equal.
+        # Whether reads of one batch differ, None before the first read. Those of these types never do.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
 
     has_time_limit = True  # a replica may leave batches to later rounds

@@ -15,11 +15,7 @@ from jaxche.distributed import Group
 
 
 class StreamReader:
-    """A :class:`Reader` of the stream of this process.
-
-    ``processes_of_ranks`` are the processes of each replica. If each process reads its own stream, batches and rows
-    stay on their process.
-    """
+    """A :class:`Reader` of the stream of this process; ``processes_of_ranks`` are the processes of each replica."""
 
     size = EPOCH_SIZE
     depth = 0

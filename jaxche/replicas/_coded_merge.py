@@ -46,10 +46,7 @@ class Residual(NamedTuple):
 
 
 def zero_residual(params: Any, moments: Any, replicas: int, is_sharded: bool) -> Residual:
-    """The residual before the first merge.
-
-    Arguments are arrays or shapes without a replica axis; ``moments`` are those that are sent as codes.
-    """
+    """The residual before the first merge, for arrays or shapes without a replica axis and the coded ``moments``."""
     size = _part_size(params, moments, replicas, is_sharded)
     return Residual(zero_sums(params), None if size is None else jnp.zeros(size, jnp.float32))
 
@@ -79,10 +76,8 @@ def _is_real(x: Any) -> bool:
 
 
 def are_coded(tx: optax.GradientTransformation, params: Any) -> list[bool]:
-    """Whether each leaf of ``tx.init(params)``, whose arguments may be shapes, is sent as codes.
-
-    Rounded are moments of more than one number. Parameters in the state are not: their errors would stay.
-    """
+    """Whether each leaf of ``tx.init(params)``, whose arguments may be shapes, is sent as codes."""
+    # Parameters in the state are not, because their rounding errors would stay.
     state = jax.eval_shape(tx.init, params)
     leaves = zip(jax.tree.leaves(state), are_accumulators(state), are_params(tx, params), strict=True)
     return [is_float(x) and _is_real(x) and x.size > 1 and not (kept or param) for x, kept, param in leaves]

@@ -109,8 +109,7 @@ def group_pauses(
 ) -> list[list[Pause]]:
     """The pauses of each replica in a round: the merges with its group, and the correction of a merge in flight.
 
-    ``groups`` have replicas by their place in this process. ``merges`` are those of the round, the last one, of all
-    replicas, included.
+    ``groups`` have replicas by their place in this process, and ``merges`` include the last one, of all replicas.
     """
     pauses: list[list[Pause]] = [[one] if one else [] for one in corrections]
     for group in groups:
@@ -137,11 +136,7 @@ def group_pauses(
 
 
 def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_moments: bool) -> list[Carry]:
-    """The carries of a group with the weighted mean of their parameters and statistics, each on its own devices.
-
-    The mean is made on the devices of the first. The means of the moments of the optimizer are taken too, unless each
-    replica keeps its own.
-    """
+    """The carries of a group with the weighted means of parameters, statistics and, if asked, optimizer moments."""
     names = ["params", "model_state", "opt_state"][: 3 if average_moments else 2]
     trees = [{name: getattr(carry, name) for name in names} for carry in carries]
     merged = merge_trees(trees, steps)

@@ -65,13 +65,10 @@ class MergeRules(NamedTuple):
         return packings({name: trees[name] for name in names}, replica_mesh.small_bytes)
 
     def _packed(self, opt_state: Any) -> tuple[str, ...]:
-        """The trees that are sent packed, where replicas are single devices.
-
-        A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within the
-        merge program takes long to compile.
-        """
+        """The trees that are sent packed, where replicas are single devices."""
         if self.average == "gradients":
             return ("grads",)
+        # These need the arrays themselves, and to cut them out of vectors in the merge program takes long to compile.
         if self.wire != "float32" or self.outer is not None or self.scaling is not None or self.opt_state == "reset":
             return ()
         all_averaged = self.opt_state == "average" and not any(are_accumulators(opt_state))
@@ -102,10 +99,7 @@ def _to_vector(report: Report, scaled: Scaled | None) -> Any:
 
 
 class MergeProgram:
-    """The body of the merge program, as each replica runs it in ``shard_map``.
-
-    Trees with a packing come packed, and leave so.
-    """
+    """The body of the merge program, as each replica runs it in ``shard_map``; packed trees stay packed."""
 
     def __init__(
         self,
@@ -162,10 +156,7 @@ class MergeProgram:
         return table.at[lax.axis_index(AXIS)].set(rows)
 
     def _statistics(self, end: Any, examples: Any) -> tuple[Any, Any]:
-        """The weighted model state, and a function that makes the mean of its sum.
-
-        Variances take a second, small all-reduce.
-        """
+        """The weighted model state, and a function that makes the mean of its sum, with one more sum for variances."""
         state = end["model_state"]
         leaves, treedef = jax.tree.flatten(state)
         averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]

@@ -175,10 +175,7 @@ class OverlappedMerge:
         return self._exchange(starts, carries, rows)
 
     def exchange_early(self, measured: Callable[[], tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]]) -> None:
-        """Begin to exchange the table: on the thread, once it has the arguments of :meth:`exchange`.
-
-        Without a thread :meth:`exchanged_early` does.
-        """
+        """Begin to exchange the table with ``measured()``, on the thread, or without one in :meth:`exchanged_early`."""
         if self._pool is None:
             self._early = lambda: self._exchange(*measured())
         else:

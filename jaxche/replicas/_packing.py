@@ -33,10 +33,7 @@ class Packed(NamedTuple):
 
 
 class Packing:
-    """How trees like this one are packed; arrays have a leading replica axis.
-
-    Nothing else decides but ``small_bytes``, so trees of the same shapes and dtypes are packed alike in every process.
-    """
+    """How trees of these shapes and dtypes, with a leading replica axis, are packed, alike in every process."""
 
     def __init__(self, tree: Any, small_bytes: int = SMALL_BYTES):
         self.small_bytes = small_bytes

@@ -335,10 +335,7 @@ def _same(tree: Any) -> Any:
 def make_placements(
     replicas: Sequence[Any] | str | None, strategy: ShardingStrategy, virtual: int = 0
 ) -> list[Placement]:
-    """The placements of all replicas, on different devices; those of this process are of one kind.
-
-    The ``virtual`` replicas of a fleet may share devices; by default they are distributed over those of the process.
-    """
+    """The placements of all replicas, on different devices unless they are ``virtual``; one kind in each process."""
     check_strategy(strategy)
     if isinstance(replicas, str):
         if replicas != "process":
@@ -428,29 +425,22 @@ def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> l
 
 
 def merges_on_host(backend: str, placements: Sequence[BatchPlacement], elastic: bool = False) -> bool:
-    """Whether replicas merge on CPU devices; refuses ``"device"`` if no program can span the devices.
-
-    In an ``elastic`` run they do: collectives of accelerators do not return after the death of a process.
-    """
+    """Whether replicas merge on CPU devices; refuses ``"device"`` if no program can span the devices."""
     devices = [device for placement in placements for device in placement.devices.flat]
-    shared = len(set(devices)) < len(devices)
-    if shared and backend == "device":
-        raise ValueError(
-            "backend='device' runs one program over all replicas, but some of these share a device; write "
-            "backend='host', or leave it out"
+    several, reason = len(placements) > 1, ""
+    if len(set(devices)) < len(devices):
+        reason = "runs one program over all replicas, but some of these share a device"
+    elif several and any(map(is_private, devices)):
+        reason = (
+            "runs one program over all replicas, but in this run each accelerator is visible in its own process only, "
+            "because some processes train on the CPU or several on one GPU"
         )
-    private = len(placements) > 1 and any(map(is_private, devices))
-    if private and backend == "device":
-        raise ValueError(
-            "backend='device' runs one program over all replicas, but in this run each accelerator is visible in its "
-            "own process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
-            "leave it out"
+    elif several and elastic and any(device.platform != "cpu" for device in devices):
+        reason = (
+            "merges on accelerators, whose collectives do not return after a process has died, and an elastic run "
+            "continues then"
         )
-    elastic = elastic and len(placements) > 1 and any(device.platform != "cpu" for device in devices)
-    if elastic and backend == "device":
-        raise ValueError(
-            "backend='device' merges on accelerators, whose collectives do not return after a process has died, and an "
-            "elastic run continues then; write backend='host', or leave it out"
-        )
+    if reason and backend == "device":
+        raise ValueError(f"backend='device' {reason}; write backend='host', or leave it out")
     kinds = {device.device_kind for device in devices}
-    return backend == "host" or (backend == "auto" and (shared or private or elastic or len(kinds) > 1))
+    return backend == "host" or (backend == "auto" and (bool(reason) or len(kinds) > 1))

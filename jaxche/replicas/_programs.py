@@ -50,14 +50,10 @@ def non_finite_flag(finite: Any) -> Any:
 
 
 class Steps(NamedTuple):
-    """The compiled steps of a round, ``step(constants, carry, batch) -> (carry, loss)``.
+    """The compiled steps of a round, ``step(constants, carry, batch)``: ``(carry, loss)``, and any outputs."""
 
-    With outputs, a step returns ``(carry, loss, outputs)``. Steps that measure the gradient noise may have a program of
-    their own; otherwise both are the same.
-    """
-
-    measuring: Any
-    plain: Any
+    measuring: Any  # those that measure the gradient noise
+    plain: Any  # those that do not; the same program without scaling, or if all steps measure
 
 
 class Views(NamedTuple):
@@ -144,13 +140,11 @@ def _buffers(array: jax.Array) -> list[tuple[Any, int]]:
 
 
 class Constants(NamedTuple):
-    """The inputs that all steps of a round share; fields that the settings do not need are None.
+    """The inputs that all steps of a round share; fields that the settings do not need are None."""
 
-    To dispatch an array in the carry costs ten times as much.
-    """
+    # To dispatch an array in the carry costs ten times as much.
 
-    # The frozen arrays of the loss function.
-    frozen: Any = ()
+    frozen: Any = ()  # arrays of the loss function
     # If gradients are averaged: the parameters they are computed at.
     params: Any = None
     # If a schedule needs them: the optimizer's counts at the start, and the steps of all replicas per own step.

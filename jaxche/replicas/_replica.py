@@ -135,10 +135,7 @@ class Replica:
         return *self._executables[key], batch
 
     def lower(self, local: LocalState, batch: Any, takes: Sequence[str] = ()) -> Callable[[], None] | None:
-        """Trace the steps for the shapes of this batch; None if they are compiled.
-
-        The function that it returns compiles them, in any thread.
-        """
+        """Trace the steps for this batch; returns a function that compiles them in any thread, None if they are."""
         self._padding, placed = batch, self.placement.put(batch)
         if _shapes_of(placed) in self._executables:
             return None

@@ -239,10 +239,7 @@ def _local_devices(rows: Sequence[np.ndarray]) -> list[list[Any]]:
 
 
 def _host_devices(rows: Sequence[np.ndarray], idle: bool) -> list[np.ndarray]:
-    """CPU devices of the same processes for each row, with ``idle`` only those that no replica computes on, else first.
-
-    Where one process alone has too few, further ones are made.
-    """
+    """CPU devices of the same processes for each row: those without a replica first, or with ``idle`` those alone."""
     busy = {device for row in rows for device in row.flat}
     free: dict[int, list[Any]] = {}
     for device in sorted(jax.devices("cpu"), key=lambda d: (d in busy, d.id)):

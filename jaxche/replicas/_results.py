@@ -24,40 +24,27 @@ from jaxche.sharding import batch_size
 
 
 class LocalResult(NamedTuple):
-    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
-
-    ``rows`` are those of all its steps, and ``divided`` is the number of steps on rows of several shapes. With outputs,
-    those of each batch. ``group_ms`` is the time of merges with its group, waits included, and ``compile_ms`` that of
-    compilations; they are not in ``wall_ms``.
-    """
+    """The result of the local steps of a replica."""
 
     carry: Carry
     steps: int
-    wall_ms: float
-    error: Exception | None = None
+    wall_ms: float  # until the last step was computed, without the times below
+    error: Exception | None = None  # of a step that failed
     outputs: Sequence[BatchOutputs] = ()
-    group_ms: float = 0.0
+    group_ms: float = 0.0  # in merges with its group, waits included
     compile_ms: float = 0.0
-    divided: int = 0
-    rows: int = 0
+    divided: int = 0  # steps on rows of several shapes
+    rows: int = 0  # of all steps
 
 
 class Unsent(NamedTuple):
-    """What the last steps of a round have measured, after its table was sent.
+    """What the last steps of each replica of this process have measured, after the table of their round was sent."""
 
-    Attributes:
-      sums: of each replica of this process; the next table adds them, unless they are None.
-      errors: of each replica of this process; the next round fails by them.
-      broken: for each replica of this process, whether one of its numbers became NaN or infinite.
-      batches: of these steps, for each rank.
-      columns: of the sums.
-    """
-
-    sums: tuple[Any, ...]
-    errors: tuple[Exception | None, ...]
-    broken: tuple[bool, ...]
-    batches: tuple[tuple[Key, ...], ...]
-    columns: Columns
+    sums: tuple[Any, ...]  # the next table adds them, unless they are None
+    errors: tuple[Exception | None, ...]  # the next round fails by them
+    broken: tuple[bool, ...]  # whether a number became NaN or infinite
+    batches: tuple[tuple[Key, ...], ...]  # of these steps, for each rank
+    columns: Columns  # of the sums
 
     def for_table(self, columns: Columns) -> Unsent:
         """The same for a table with these columns, which has no place for the sums of another loss function."""
@@ -110,10 +97,7 @@ class EarlyResult:
             self._future.set_result(future.result())
 
     def send(self, carry: Carry, feed: Feed, result: LocalResult) -> Carry:
-        """Send the result so far with the steps that are left; returns the carry that measures these alone.
-
-        A batch that is left and cannot be read is an error here.
-        """
+        """Send the result so far with the steps that are left; returns the carry that measures these alone."""
         found = [feed.peek(position) for position in range(feed.position, len(feed.steps))]
         left = [batches for batches in found if batches]
         steps = result.steps + len(left)
@@ -150,10 +134,7 @@ def exchange_early(
     running: Sequence[Future[LocalResult]],
     rows: Callable[[Sequence[LocalResult]], np.ndarray],
 ) -> None:
-    """Exchange the table of a round as soon as all local replicas, which are ``running``, have sent their results.
-
-    ``exchange`` is that of the merge, :meth:`OverlappedMerge.exchange_early`.
-    """
+    """Begin to ``exchange`` the table of a round, once all ``running`` replicas of this process have sent results."""
     for one, future in zip(early, running, strict=True):
         future.add_done_callback(one.ends)
 

@@ -25,11 +25,7 @@ class RoundMemory(NamedTuple):
 
 
 def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequence[str]) -> RoundMemory:
-    """The memory of a round with these compiled steps.
-
-    A round keeps the given state and works on a copy, but for the trees that it takes, with ``in_flight`` batches
-    dispatched ahead.
-    """
+    """The memory of a round on a copy of the state, but for the trees that it takes, with ``in_flight`` batches."""
     start, carry, batch = executable.args_info[0]
     _, carry_shardings, batch_shardings = executable.input_shardings[0]
     carry, carry_shardings = (one._replace(**dict.fromkeys(takes)) for one in (carry, carry_shardings))
@@ -53,10 +49,7 @@ def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequ
 
 
 def row_limit(rows: int, memory: RoundMemory, placement: BatchPlacement) -> float:
-    """The largest number of rows for which a device has memory, from that of steps of ``rows``.
-
-    Infinite if the devices do not say how much memory they have.
-    """
+    """The most rows for which devices have memory, from that of steps of ``rows``; infinite if theirs is not known."""
     here = [device for device in placement.devices.flat if device.process_index == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in here]
     return max(float(rows), rows * (_MEMORY_SHARE * min(limits) - memory.fixed) / max(memory.of_rows, 1))

@@ -144,11 +144,8 @@ class Scaling:
         return replace(after, previous=None, groups=noise.groups), tracked
 
     def end_round(self, noise: Any, tracked: Any, examples: Any, params: Any) -> Any:
-        """The noise scale of a single replica after a round of so many examples.
-
-        Examples without measurement decay the averages. This can wait until the end of the round, because it does not
-        change their ratios.
-        """
+        """The noise scale of a single replica after a round of so many examples."""
+        # Examples without measurement decay the averages. That can wait until here, because it keeps their ratios.
         noise = noise_scale.skip(self._with_base_batch(noise), examples - tracked["examples"])
         return replace(noise, previous=self._split(tracked["previous"], params))
 

@@ -91,10 +91,7 @@ def update_in_round(
 
 
 def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) -> tuple[Any, Any]:
-    """The state after one update with the gradients of several batches, and the batches pending in ``MultiSteps``.
-
-    ``accumulated`` is the number of batches pending before the update.
-    """
+    """The state after an update with gradients of several batches, and the batches then pending in ``MultiSteps``."""
     batches, accumulated = (jnp.asarray(n).astype(jnp.int32) for n in (batches, accumulated))
     per_step = jnp.int32(0)
     if (old := _accumulation(before)) is not None and (new := _accumulation(after)) is not None:

@@ -309,18 +309,9 @@ class CheckpointManager(Hook):
 
 
 class Restore:
-    """Continues a run from a folder of checkpoints.
+    """Continues a run from a folder of checkpoints; ``source`` is what it is made with, by name in the metadata."""
 
-    ``is_of_other_data`` is whether the state that was restored was trained on other data, and ``is_of_other_optimizer``
-    whether it was trained with another optimizer, as far as that can be seen.
-
-    Args:
-      trainer: of the run.
-      folder: with the checkpoints.
-      source: what a checkpoint must have been made with by name: ``batches`` and ``seed``, and by warning ``data`` and
-        ``optimizer``.
-    """
-
+    # Whether the state that was restored was trained so, as far as that can be seen.
     is_of_other_data = is_of_other_optimizer = False
 
     def __init__(self, trainer: Rounds, folder: Path, source: Mapping[str, Any]):

@@ -97,10 +97,8 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, fleet: Any) -> 
 
 
 def check_recorded(history: Sequence[RoundInfo], wire: str, overlaps: Sequence[float], groups: Sequence[int]) -> None:
-    """Refuse recorded rounds whose merges a trainer with these arguments would not make again.
-
-    Updates of exact sync have neither wire nor overlap.
-    """
+    """Refuse recorded rounds whose merges a trainer with these arguments would not make again."""
+    # Updates of exact sync have neither wire nor overlap.
     history = [info for info in history if info.average == "parameters"]
     wires = {info.wire for info in history if info.wire}
     for info in history:
@@ -244,15 +242,13 @@ def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[Bat
 
 
 def can_overlap(averaging: Averaging, placements: Sequence[BatchPlacement], virtual: bool) -> bool:
-    """Whether merges can run beside steps without slowing them down; the same in all processes.
-
-    Replicas on the CPU share its cores with a merge.
-    """
+    """Whether merges can run beside steps without slowing them down; the same in all processes."""
     try:
         cpus = set(jax.devices("cpu"))
         check_overlap(MOST_OVERLAP, averaging._replace(opt_state="local"), placements, virtual)
     except (RuntimeError, ValueError):  # the first one if JAX has no CPU devices
         return False
+    # Replicas on the CPU share its cores with a merge.
     return virtual or cpus.isdisjoint(device for placement in placements for device in placement.devices.flat)
 
 

@@ -50,13 +50,7 @@ class Result(NamedTuple):
 
 
 def parts_of(processes_of_ranks: Sequence[tuple[int, ...]], speeds: Sequence[float], batches: int) -> list[Part]:
-    """Deal out the batches by speed; the parts are in the order of the data, and of the processes that combine them.
-
-    Args:
-      processes_of_ranks: the processes of each rank.
-      speeds: batches per second of each rank, in any unit.
-      batches: number of batches.
-    """
+    """Deal out the batches by speed; the parts are in the order of the data, and of the processes that combine them."""
     groups: dict[Any, list[int]] = {}
     for rank, processes in enumerate(processes_of_ranks):
         groups.setdefault(processes if len(processes) == 1 else (*processes, rank), []).append(rank)

@@ -34,10 +34,7 @@ def digest(code: Any) -> str:
 
 
 def update_digest(tx: Any, params: Any, **extra: Any) -> str:
-    """The :func:`digest` of an optimizer's update for parameters of these shapes, with all its settings.
-
-    ``extra`` is what the update gets beside ``value=``.
-    """
+    """The :func:`digest` of an optimizer's update, which gets ``extra`` beside ``value=``, with all its settings."""
     wide: Any = with_extra_args(tx)
 
     def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
@@ -110,10 +107,7 @@ def refuse_differences(group: Group, fingerprint: Mapping[str, str]) -> None:
 
 
 def refuse_other_values(group: Group, trees: Mapping[str, Any]) -> None:
-    """Refuse arrays that differ between processes by more than rounding.
-
-    Processes compare the norm of each array and its projection on a fixed direction.
-    """
+    """Refuse arrays that differ between processes by more than rounding: in norm, or along a fixed direction."""
     if len(group.members) == 1:
         return
     everywhere = group.all_gather({name: _traits(name, tree) for name, tree in trees.items()})

@@ -24,13 +24,10 @@ from jaxche.training._state import TrainerState
 
 @dataclass(frozen=True)
 class Groups:
-    """Ranks that merge among themselves within a round, none without ``groups=``.
-
-    ``merges`` are those of a round, the last one of all replicas included, if their number is given.
-    """
+    """Ranks that merge among themselves within a round, none without ``groups=``."""
 
     ranks: tuple[tuple[int, ...], ...] = ()
-    merges: int | None = None
+    merges: int | None = None  # of a round, the last one of all replicas included; None if not given
 
     def present(self, order: Sequence[int]) -> Groups:
         """The groups with two or more of these ranks, but not all of them, renumbered in this order."""

@@ -161,10 +161,7 @@ class DonationHook(Hook):
 
 
 class ProgressHook(Hook):
-    """Shows a bar on a terminal, else a line every ten seconds; on the leader of the group only.
-
-    ``every`` is how often it prints a line, None for every ten seconds.
-    """
+    """Shows a bar on a terminal, else a line as often as ``every``, or every ten seconds; on the leader only."""
 
     def __init__(self, trainer: Rounds, enabled: bool, every: Every | None):
         self._trainer, self._enabled, self._every = trainer, enabled, every

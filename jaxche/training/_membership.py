@@ -193,10 +193,7 @@ class Membership:
         return failed, state_dict.load(arrays, {})
 
     def recover(self, run: Run, error: PeerLostError) -> None:
-        """Continue with the remaining processes after a failed collective, or join them again.
-
-        Raises the error if the remaining processes cannot train.
-        """
+        """Continue with the remaining processes after a failed collective, or join them; raises if they cannot."""
         while True:
             try:
                 run.state = self._shrink(run.state, run.previous, error)

@@ -26,11 +26,9 @@ _FORMS = (
 
 
 def as_metric(metric_fn: Callable[..., Any], takes: str = "params, batch") -> Callable[..., Any]:
-    """Adapt ``metric_fn(params, batch)``, which gets ``rng=`` (or ``key=``) and ``model_state=`` if it names them.
+    """Adapt ``metric_fn(params, batch)``: ``call(params, model_state, batch, rng)`` gives it the others that it names.
 
-    In messages it ``takes`` the output ``y`` of the last stage in the place of parameters, if the model is in stages.
-
-    Returns ``call(params, model_state, batch, rng)``.
+    ``takes`` are its arguments in messages: a model in stages has its output ``y`` in the place of parameters.
     """
     if not callable(metric_fn):
         raise ValueError(

@@ -94,10 +94,7 @@ def _state_holds(kind: type, tx: Any, params: Any) -> bool:
 
 
 def check_unscaled(tx: Any, params: Any, scales: bool) -> None:
-    """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed.
-
-    If the trainer ``scales`` learning rates, refuse one that accumulates batches, which the rule would not see.
-    """
+    """Refuse an optimizer with ``scale_learning_rate`` in it, and if the trainer ``scales``, one that accumulates."""
     if _state_holds(ScaleLearningRateState, tx, params):
         raise ValueError(
             "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
@@ -139,10 +136,7 @@ def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> Non
 
 
 def check_state_params(opt_state: str, overlap: float, tx: Any, *trees: Any) -> None:
-    """Refuse to leave each replica the parameters in the state of ``tx`` from which it makes its steps.
-
-    The trees of parameters, or their shapes, are those that it updates: one, or that of each stage.
-    """
+    """Refuse to leave each replica parameters in the state of ``tx`` from which it makes its steps."""
     if opt_state != "local":
         return
     for params in trees:

@@ -54,10 +54,7 @@ _STAGE_TREES = ("params", "opt_state", "outer_state")
 
 
 class StagedPlacement:
-    """The placement of a replica in stages: one device for each stage, all of one process.
-
-    A device may hold several stages. The devices of ``model`` itself are not used.
-    """
+    """The placement of a replica in stages: for each stage a device of one process, not that of ``model`` itself."""
 
     def __init__(self, model: Partitioned, devices: Sequence[Device]):
         self.model, self.by_stage = model, [DevicePlacement(device) for device in devices]
@@ -286,7 +283,6 @@ class StageMeshes:
 
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The ``[R, ...]`` views of named trees, from one dict per local replica; tuples with one entry per stage."""
-
         names = [name for name in _STAGE_TREES if name in trees[0]]
         by_stage = [
             replica_mesh.stack([{name: named[name][stage] for name in names} for named in trees])
