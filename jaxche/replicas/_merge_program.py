@@ -39,7 +39,7 @@ from jaxche.replicas._table import HOST_COLUMNS, NOT_FINITE
 from jaxche.replicas._taken import marked
 from jaxche.scaling import with_extra_args
 
-_COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
+_COUNT, _BATCHES, _ACCUMULATED = map(HOST_COLUMNS.index, ("count", "batches", "accumulated"))
 _STATES = ("params", "model_state", "outer_state", "opt_state")
 # The weight of batches of padding alone: small enough to vanish beside others, and no division by zero without any.
 TINY_WEIGHT = 1e-20
@@ -337,9 +337,7 @@ class MergeProgram:
             arguments = self._scaling.arguments(noise, start["progress"], examples)
         updates, after = self._tx.update(grads, before, params, value=loss, **arguments)
         batches = jnp.round(total["table"][:, 0, _BATCHES].sum())
-        opt_state, accumulated = advance_by_batches(
-            batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")]
-        )
+        opt_state, accumulated = advance_by_batches(batches, before, after, host[0, 0, _ACCUMULATED])
         merged = {
             "params": optax.apply_updates(params, updates),
             "opt_state": opt_state,

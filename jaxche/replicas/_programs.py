@@ -50,7 +50,7 @@ def non_finite_flag(finite: Any) -> Any:
 
 
 class Steps(NamedTuple):
-    """The compiled steps of a round, ``step(constants, carry, batch)``: ``(carry, loss)``, and any outputs."""
+    """The compiled steps of a round; ``step(constants, carry, batch)`` returns ``(carry, loss)`` and any outputs."""
 
     measuring: Any  # those that measure the gradient noise
     plain: Any  # those that do not; the same program without scaling, or if all steps measure

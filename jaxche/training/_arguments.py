@@ -82,7 +82,6 @@ class Arguments:
         seed = whole_number("seed", self.seed, -(2**63), "seed=0", 2**63 - 1)
         overlap = checked_overlap(0.0 if self.overlap is None else self.overlap)
         averaging = self._averaging(policy, overlap)
-        staged = averaging.staged
         check_auto_wire(self.wire, self.che, isinstance(group, ElasticGroup), self.fleet)
         placements = self._placements()
         world_size = len(placements)
@@ -97,13 +96,13 @@ class Arguments:
         groups = checked_groups(self.groups, self.group_merges, averaging, placements)
         if che is not None:
             che = replace(che, overlap=overlap, half_life=groups.half_life(world_size))
-        rows, joined = checked_rows(self.rows, self.joined_batches, policy, world_size, staged)
-        check_outputs(self.outputs, staged, placements)
+        rows, joined = checked_rows(self.rows, self.joined_batches, policy, world_size, averaging.staged)
+        check_outputs(self.outputs, averaging.staged, placements)
         settings = Settings(
             group=group,
             loss_fn=self.loss_fn,
             loss=self._loss(),
-            staged=staged,
+            staged=averaging.staged,
             tx=self.tx,
             policy=policy,
             chooses=policy is ApplyPolicy.AUTO and world_size > 1,
@@ -140,8 +139,8 @@ class Arguments:
         average, merge, opt_state = self.average, self.merge, self.opt_state
         staged = isinstance(self.loss_fn, Partitioned)
         if policy is ApplyPolicy.AUTO:
-            given = {"average": average, "outer": self.outer, "scaling": self.scaling, "che": self.che}
-            check_auto(given | {"joined_batches": self.joined_batches}, staged)
+            names = ("average", "outer", "scaling", "che", "joined_batches")
+            check_auto({name: getattr(self, name) for name in names}, staged)
         if average is None:
             average = "gradients" if policy is ApplyPolicy.SYNC else "parameters"
         if merge == "auto":

@@ -175,8 +175,7 @@ def fit(
         run = Run(state, data, agreed.size, agreed.end, donates=donate and not trainer._membership, hooks=hooks)
         _train(trainer, run)
     run.history.memory = tuple(trainer.memory)
-    has_momentum = bool(jax.tree.leaves(run.state.local_states[0].outer_state))
-    if has_momentum and len(run.history) < _FEW_ROUNDS:
+    if len(run.history) < _FEW_ROUNDS and jax.tree.leaves(run.state.local_states[0].outer_state):
         warnings.warn(
             f"an outer optimizer over only {len(run.history)} rounds: its momentum mostly overshoots; "
             "leave outer=None for short runs",

@@ -121,9 +121,9 @@ class Membership:
 
     def after_round(self, state: TrainerState) -> TrainerState:
         """The state after a round; if it was the first of newcomers, ``policy="auto"`` begins again with exact sync."""
-        has_newcomers, self.newcomers = bool(self.newcomers), ()
-        if has_newcomers and state.choice is not None:
+        if self.newcomers and state.choice is not None:
             state = replace(state, choice=_measured_again(state.round))
+        self.newcomers = ()
         return state
 
     def _with_iterator(self, state: TrainerState, data: Any) -> TrainerState:
@@ -341,9 +341,7 @@ def refusal(members: Mapping[str, str], candidate: Mapping[str, str]) -> str | N
 
 def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collection[int]) -> list[int]:
     """The ranks with all their processes among the members; none if a member would have no replica."""
-    ranks = [
-        rank for rank, processes_of_rank in enumerate(processes_of_ranks) if set(processes_of_rank) <= set(processes)
-    ]
+    ranks = [rank for rank, own in enumerate(processes_of_ranks) if set(own) <= set(processes)]
     busy = {process for rank in ranks for process in processes_of_ranks[rank]}
     return ranks if busy == set(processes) else []
 

@@ -91,6 +91,5 @@ class UpdatesHook(Hook):
         if run.state.round or trainer.updates_logged or run.is_done:
             return
         trainer.updates_logged = True
-        line = updates_line(trainer, run)
-        if line and trainer._group.is_leader:
+        if (line := updates_line(trainer, run)) and trainer._group.is_leader:
             _log.warning("%s", line)
