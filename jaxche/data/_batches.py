@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
-from jaxche.data._checks import is_key, is_nondeterministic, refuse_other_length, sequence_of
+from jaxche.data._checks import is_nondeterministic, refuse_other_length, sequence_of
 from jaxche.messages import brief, short_traceback
 from jaxche.sharding import batch_size, check_range, without_axes
 
@@ -116,6 +116,10 @@ def reading(sequence: Any) -> Callable[[int], Any]:
     return read
 
 
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Batches:
     """Arrays in memory as a sequence of shuffled batches.
@@ -196,7 +200,7 @@ class Batches:
 
         def cut(x: Any) -> Any:
             # A masked array, whose mask np.asarray would lose, is refused as a batch.
-            return x[rows] if is_key(x) or isinstance(x, np.ma.MaskedArray) else np.asarray(x)[rows]
+            return x[rows] if _is_key(x) or isinstance(x, np.ma.MaskedArray) else np.asarray(x)[rows]
 
         return jax.tree.map(cut, self.arrays)
 

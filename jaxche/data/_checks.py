@@ -124,11 +124,7 @@ def _close(x: Any, y: Any) -> bool:
     return np.allclose(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
 
 
-def is_key(x: Any) -> bool:
-    """Whether x is an array of random keys, which NumPy does not know."""
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def on_host(x: Any) -> np.ndarray:
     """The numbers of an array; of random keys, their words."""
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
