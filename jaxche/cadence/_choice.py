@@ -264,7 +264,8 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
     wanted = [max(1, round(che.round_ms / one)) for one in ms]
     if len(active) == 1:
         cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
-        wanted = [alone_batches(cost, ms[0])]
+        number = alone_batches(cost, ms[0])
+        wanted = [left if left < 2 * number else number]  # a shorter rest would not hide its merge
     tried = [rank for rank, is_due in enumerate(due) if is_due and not choice.active[rank]]
     found = dict(zip(active + tried, clamp_counts(wanted + [1] * len(tried), left), strict=True))
     return tuple(found.get(rank, 0) for rank in range(len(choice.active)))

@@ -150,6 +150,9 @@ def test_a_device_alone_where_merges_cost_more_than_the_others_add():
     assert counts[1] == 0
     assert counts[0] * 20 >= 100 * 500.0 * 0.99  # 1 % of the time in merges
     assert active_counts(che, choice, 7) == (7, 0)
+    # No rest that is shorter, beside which its merge would not fit.
+    assert active_counts(che, choice, 2 * counts[0]) == counts
+    assert active_counts(che, choice, 2 * counts[0] - 1) == (2 * counts[0] - 1, 0)
 
 
 def test_an_idle_device_is_tried_on_one_batch():
