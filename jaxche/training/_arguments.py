@@ -106,6 +106,7 @@ class Arguments:
             tx=self.tx,
             policy=policy,
             chooses=policy is ApplyPolicy.AUTO and world_size > 1,
+            fits_auto=not averaging.staged and self.groups is None and self.rows != "equal" and not self._of_one_policy,
             average=averaging.average,
             merge=averaging.merge,
             opt_state=averaging.opt_state,
@@ -134,13 +135,18 @@ class Arguments:
         )
         return replace(settings, fingerprint=self._fingerprint(settings))
 
+    @property
+    def _of_one_policy(self) -> dict[str, Any]:
+        """The given arguments that ``policy="auto"`` refuses, because they are of exact sync or of local steps."""
+        names = ("average", "outer", "scaling", "che", "joined_batches")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def _averaging(self, policy: ApplyPolicy, overlap: float) -> Averaging:
         """What replicas average, with defaults filled in."""
         average, merge, opt_state = self.average, self.merge, self.opt_state
         staged = isinstance(self.loss_fn, Partitioned)
         if policy is ApplyPolicy.AUTO:
-            names = ("average", "outer", "scaling", "che", "joined_batches")
-            check_auto({name: getattr(self, name) for name in names}, staged)
+            check_auto(self._of_one_policy, staged)
         if average is None:
             average = "gradients" if policy is ApplyPolicy.SYNC else "parameters"
         if merge == "auto":

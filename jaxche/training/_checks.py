@@ -174,12 +174,11 @@ def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -
 
 def check_auto(given: Mapping[str, Any], staged: bool) -> None:
     """Refuse arguments of one policy where ``policy="auto"`` changes between two."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"policy='auto' changes between exact sync and local steps, and {name}= is of one of them; leave it "
-                "out, or write policy='sync' or policy='cadence'"
-            )
+    for name in given:
+        raise ValueError(
+            f"policy='auto' changes between exact sync and local steps, and {name}= is of one of them; leave it out, "
+            "or write policy='sync' or policy='cadence'"
+        )
     if staged:
         raise ValueError(
             "policy='auto' has no programs for a jaxche.Partitioned; write policy='cadence' or policy='sync'"

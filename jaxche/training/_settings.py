@@ -27,6 +27,7 @@ class Settings:
     tx: optax.GradientTransformation
     policy: ApplyPolicy
     chooses: bool  # between exact sync and local steps, with the programs of both
+    fits_auto: bool  # whether policy="auto" takes the other arguments
     average: str
     merge: str
     opt_state: str

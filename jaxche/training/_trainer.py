@@ -425,13 +425,10 @@ class Trainer(Rounds):
     def _better_policy(self, state: TrainerState) -> str:
         """What ``policy="auto"`` expects more progress of than of whole batches between merges, in one line."""
         settings, rows = self._settings, self._engine.batch_size
-        is_given = (
-            settings.outer is not None or settings.scaling is not None or settings.staged or settings.groups.ranks
-        )
         is_sharded = state.stream is not None and self._has_peers  # whose rows may have to stay in their process
-        if self.policy is not ApplyPolicy.CADENCE or settings.rows != "equal" or is_given or is_sharded:
+        if self.policy is not ApplyPolicy.CADENCE or settings.rows != "equal" or not settings.fits_auto or is_sharded:
             return ""
-        if state.che is None or settings.average != "parameters" or not rows:
+        if state.che is None or not rows:
             return ""
         return better_than_cadence(state.che, rows)
 

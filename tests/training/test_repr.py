@@ -109,6 +109,11 @@ def test_explain_has_no_advice_on_the_merges_of_a_single_replica(problem, device
         ({"average": "gradients"}, False),
         ({"outer": optax.sgd(1.0)}, False),
         ({"groups": [[0, 1]]}, False),
+        # As by default, but "auto" refuses them.
+        ({"average": "parameters"}, False),
+        ({"rows": "equal"}, False),
+        ({"che": jaxche.ElChe(4, 1, tuner="progress")}, False),
+        ({"groups": "process"}, False),
         ({"scaling": jaxche.AdaScale()}, False),
     ],
 )
