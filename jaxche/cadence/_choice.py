@@ -271,17 +271,18 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
     return tuple(found.get(rank, 0) for rank in range(len(choice.active)))
 
 
-def better_than_cadence(che: ElChe, batch_rows: int) -> str:
+def better_than_cadence(che: ElChe, batch_rows: int, unit: int = 1) -> str:
     """What ``policy="auto"`` would expect more progress of than of ``che``, whole batches on all replicas, in one line.
 
-    Empty if there is nothing clearly better, or if merges and movement are not measured.
+    Empty if there is nothing clearly better, or if merges and movement are not measured. Rows are shared in multiples
+    of ``unit``.
     """
     if not (all(che.ms_per_batch) and che.sync_samples and che.travel_samples and TUNERS[che.tuner].chooses_round_ms):
         return ""
     now, shares, world_size = Choice(ApplyPolicy.CADENCE, overlap=che.overlap), RowShares(), che.world_size
     while not shares.is_measured:
         shares = shares.report([1] * world_size, [batch_rows] * world_size, che.ms_per_batch)
-    best = max(_expected(now, shares, che, batch_rows, 0, 1, (che.overlap,)), key=lambda one: one.progress)
+    best = max(_expected(now, shares, che, batch_rows, 0, unit, (che.overlap,)), key=lambda one: one.progress)
     cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
     tau_ms = half_life_ms(median_low(che.travel_samples), min(che.ms_per_batch))
     *_, same = whole_options(np.array(che.ms_per_batch), LocalCosts(cost, tau_ms))

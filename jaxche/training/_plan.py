@@ -390,6 +390,11 @@ def expected(state: TrainerState, plan: RoundPlan, batch_size: int) -> TrainerSt
 _SHARES_OF_A_BATCH = 64
 
 
+def unit_of_shares(unit: int, batch_size: int) -> int:
+    """The rows of which shares are multiples, where those of the replicas are multiples of ``unit``."""
+    return math.lcm(unit, max(1, batch_size // _SHARES_OF_A_BATCH))
+
+
 def next_shares(
     state: TrainerState,
     info: RoundInfo,
@@ -408,7 +413,7 @@ def next_shares(
     if che is None:
         return state
     shares = shares.report(info.counts, info.rows, info.wall_ms, compile_ms)
-    unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))
+    unit = unit_of_shares(rules.unit, batch_size)
     if choice is not None:
         choice = choose(choice, shares, che, batch_size, info.round, unit, state.clock_ms, overlaps)
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:

@@ -25,7 +25,7 @@ from jaxche.training._checks import check_recorded
 from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._fit import fit
 from jaxche.training._membership import Membership
-from jaxche.training._plan import GivenRound
+from jaxche.training._plan import GivenRound, unit_of_shares
 from jaxche.training._rounds import Rounds, checked_state
 from jaxche.training._state import TrainerState
 
@@ -430,7 +430,7 @@ class Trainer(Rounds):
             return ""
         if state.che is None or not rows:
             return ""
-        return better_than_cadence(state.che, rows)
+        return better_than_cadence(state.che, rows, unit_of_shares(settings.unit, rows))
 
     def _cheaper_merges(self, state: TrainerState) -> str:
         """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""

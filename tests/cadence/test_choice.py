@@ -422,3 +422,11 @@ def test_a_cadence_is_compared_once_merges_and_movement_are_measured():
         assert better_than_cadence(replace(che, **missing), BATCH) == ""
     # The other tuners follow an overhead target.
     assert better_than_cadence(replace(che, tuner="steady"), BATCH) == ""
+
+
+def test_a_cadence_is_compared_with_cuts_of_whole_units():
+    _, che = measured((20, 20, 40, 80), 0.2, 3e3)
+    # A replica of 8 devices takes a multiple of 8 rows, so exact sync cuts a batch into fewer parts.
+    singles, islands = (better_than_cadence(che, BATCH, unit) for unit in (1, BATCH // 2))
+    assert "exact sync of a batch" in singles
+    assert "exact sync of a batch" not in islands

@@ -127,6 +127,15 @@ def test_explain_has_what_auto_expects_more_progress_of(problem, devices, option
     assert "auto" not in trainer.explain(trainer.init(problem.params))
 
 
+def test_explain_cuts_batches_into_rows_for_all_devices_of_a_replica(problem, devices):
+    fleet = jaxche.VirtualFleet([20.0, 20.0, 40.0, 80.0], sync_ms=0.2)
+    meshes = [jax.sharding.Mesh(np.array(devices[i : i + 2]), "shard") for i in (0, 2, 4, 6)]
+    trainer = jaxche.Trainer(problem.loss, optax.adam(1e-3), replicas=meshes, fleet=fleet, strategy=jaxche.FullShard())
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, epochs=3, progress=False)
+    # With shares in multiples of two rows exact sync of two batches is hardly better.
+    assert "policy='auto'" not in trainer.explain(state)
+
+
 def measured(ms):
     """The times of replicas for a batch, measured in exact sync."""
     shares = RowShares()
