@@ -41,7 +41,8 @@ class UsageError(ValueError):
 
 
 def work(args: argparse.Namespace, name: str) -> int:
-    """Join the run, train, print an error in one line, and return the exit code; of several processes each exits."""
+    """Join the run, train, print an error in one line, and return the exit code."""
+    # After an error, a process of several exits here: see `_exit`.
     logging.basicConfig(format="%(message)s")  # before Orbax does it, with another format
     info = join()
     try:
@@ -233,6 +234,7 @@ def _exit_together(error: Exception, prints: bool) -> int:
 
 
 def _exit(code: int) -> int:
+    # The exit handlers of Python would wait for the other processes.
     return exit_at_once(code) if jax.process_count() > 1 else code
 
 

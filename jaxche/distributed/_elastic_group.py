@@ -148,6 +148,7 @@ class ElasticGroup(Group):
 
     def shrink(self) -> list[int]:
         """After a failed collective, continue over new connections without those that died, and return them."""
+        # If none has died, all continue; if the others continue without this process, it raises TakenForDeadError.
         while True:
             # So that no member waits for this one in the next round.
             self.client.key_value_set(f"{self._failures}{self.process_index}", "", allow_overwrite=True)
@@ -211,6 +212,7 @@ class ElasticGroup(Group):
 
     def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]) -> None:
         """Admit candidates, by their incarnations; all members call it, the first sends JSON and then arrays."""
+        # Threads send the arrays, which may arrive later. It raises PeerLostError if a candidate has died.
         is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
         wanted = Quorum(members, [], self.members[0])
@@ -243,7 +245,8 @@ class ElasticGroup(Group):
             send_state(sock, message, state, waiting)
 
     def request_admission(self, fingerprint: Mapping[str, str]) -> Admission | None:
-        """Wait in standby until members admit this process, which then calls :meth:`join`; None if the fit ended."""
+        """Wait in standby until members admit this process; None if the fit ended, RuntimeError if they refuse it."""
+        # RuntimeError, too, if all have died. An admitted process then calls `join` and `receive_state`.
         process, incarnation = self.process_index, self.incarnation
         accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
         here = own_address(str(self._state.coordinator_address))

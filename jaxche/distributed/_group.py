@@ -319,6 +319,7 @@ class Group:
 
     def raise_everywhere(self, error: Exception | None, rank: int, place: str, is_kept: bool = True) -> None:
         """Raise an error of one member on all: there as it is, with ``rank`` and ``place``, elsewhere as RankError."""
+        # is_kept: whether the state from before the place is.
         own = None
         if error is not None:
             last = "".join(traceback.format_exception(error)[-3:])[-1500:]

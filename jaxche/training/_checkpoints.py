@@ -309,9 +309,9 @@ class CheckpointManager(Hook):
 
 
 class Restore:
-    """Continues a run from a folder of checkpoints; ``source`` is what it is made with, by name in the metadata."""
+    """Continues a run from a folder of checkpoints; ``source`` is what this run has, by name in the metadata."""
 
-    # Whether the state that was restored was trained so, as far as that can be seen.
+    # Whether the state that was restored was trained on other data, or with another optimizer, as far as can be seen.
     is_of_other_data = is_of_other_optimizer = False
 
     def __init__(self, trainer: Rounds, folder: Path, source: Mapping[str, Any]):
