@@ -40,6 +40,8 @@ class FrozenArrays:
     def with_arrays(self, params: Any, inputs: tuple[Sequence[Any], Any], batch: Any, rng: Any) -> Any:
         """The loss with other arrays in their places; ``inputs`` are those arrays and the model state."""
         arrays, model_state = inputs
+        if not self._places:  # the given object, of which a pytree may not have everything
+            return self._loss(params, model_state, batch, rng)
         leaves = list(self._leaves)
         for i, array in zip(self._places, arrays, strict=True):
             leaves[i] = array

@@ -201,3 +201,17 @@ def test_a_checkpoint_has_the_adapters_alone(problem, devices, same, tmp_path):
     assert "lora_a" in names
     assert "kernel" not in names
     same(train(), first)
+
+
+def test_a_loss_without_arrays_is_called_itself():
+    """Its pytree may leave out what the object has beside its leaves."""
+
+    class Scaled:
+        def __call__(self, params, batch):
+            return self.scale * jnp.mean(params * batch)
+
+    jax.tree_util.register_pytree_node(Scaled, lambda loss: ((), None), lambda _, leaves: Scaled())
+    loss = Scaled()
+    loss.scale = 2.0
+    frozen = FrozenArrays(loss)
+    assert float(frozen.with_arrays(1.0, (frozen.arrays, None), jnp.ones(3), None)[0]) == 2.0
