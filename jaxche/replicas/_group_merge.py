@@ -24,6 +24,7 @@ from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments, weig
 from jaxche.cadence import merge_steps
 from jaxche.replicas._overlap import Correction
 from jaxche.replicas._programs import Carry, LocalState
+from jaxche.replicas._schedule_counts import are_plateaus
 
 
 class GroupMerge:
@@ -140,6 +141,10 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
     names = ["params", "model_state", "opt_state"][: 3 if average_moments else 2]
     trees = [{name: getattr(carry, name) for name in names} for carry in carries]
     merged = merge_trees(trees, steps)
+    if average_moments:
+        merged = [
+            m | {"opt_state": _with_own(m["opt_state"], c.opt_state)} for m, c in zip(merged, carries, strict=True)
+        ]
     states = [tree["model_state"] for tree in merged]
     if moments := _moments(trees[0]["model_state"], states[0]):
         others = [_moments(_like(tree["model_state"], states[0]), states[0]) for tree in trees[1:]]
@@ -149,6 +154,13 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
             for tree, state in zip(merged, states, strict=True)
         ]
     return [carry._replace(**tree) for carry, tree in zip(carries, merged, strict=True)]
+
+
+def _with_own(opt_state: Any, own: Any) -> Any:
+    """The optimizer state with the replica's own numbers of ``optax.contrib.reduce_on_plateau``."""
+    leaves, treedef = jax.tree.flatten(opt_state)
+    found = zip(leaves, jax.tree.leaves(own), are_plateaus(own), strict=True)
+    return treedef.unflatten(mine if is_plateau else mean for mean, mine, is_plateau in found)
 
 
 def merge_trees(trees: Sequence[Any], steps: Sequence[float]) -> list[Any]:

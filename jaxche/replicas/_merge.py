@@ -20,7 +20,14 @@ from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica
 from jaxche.replicas._programs import Carry, LocalState, Views, free
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
-from jaxche.replicas._schedule_counts import are_accumulators, are_keys, are_schedules, counts_of, with_counts
+from jaxche.replicas._schedule_counts import (
+    are_accumulators,
+    are_keys,
+    are_plateaus,
+    are_schedules,
+    counts_of,
+    with_counts,
+)
 from jaxche.replicas._table import HOST_COLUMNS
 
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
@@ -81,10 +88,11 @@ class Merge:
         trees = local._asdict() | {"grads": local.params, "counts": counts_of(local.opt_state)}
         self._packings = rules.packings(replica_mesh, local)
         # The leaves of the optimizer state that a reset leaves to the replica. A key that began again would draw the
-        # same numbers in every round.
+        # same numbers in every round, and a rate that began again would not fall.
         self._kept: list[bool] = []
         if opt_state == "reset" and average == "parameters":
-            self._kept = list(map(max, are_accumulators(local.opt_state), are_keys(local.opt_state)))
+            own = (are_accumulators, are_keys, are_plateaus)
+            self._kept = list(map(max, *(are(local.opt_state) for are in own)))
         mapped = jax.shard_map(
             MergeProgram(replica_mesh, rules, local, self._packings),
             mesh=replica_mesh.mesh,

@@ -31,6 +31,7 @@ from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import (
     advance_by_batches,
     are_accumulators,
+    are_plateaus,
     are_schedules,
     counts_of,
     select_counts,
@@ -71,7 +72,7 @@ class MergeRules(NamedTuple):
         # These need the arrays themselves, and to cut them out of vectors in the merge program takes long to compile.
         if self.wire != "float32" or self.outer is not None or self.scaling is not None or self.opt_state == "reset":
             return ()
-        all_averaged = self.opt_state == "average" and not any(are_accumulators(opt_state))
+        all_averaged = self.opt_state == "average" and not any(are_accumulators(opt_state) + are_plateaus(opt_state))
         return ("params", "opt_state") if all_averaged else ("params",)
 
 
@@ -119,6 +120,8 @@ class MergeProgram:
         coded = are_coded(rules.tx, without_replica_axis(local.params)) if codes else []
         self._coded_moments = [i for i, is_coded in enumerate(coded) if is_coded]
         self._keeps_count = select_counts(local.opt_state, self._accumulates)
+        plateaus = are_plateaus(local.opt_state) if rules.opt_state == "average" else []
+        self._plateaus = [i for i, is_plateau in enumerate(plateaus) if is_plateau]
         # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
         changes = replica_mesh.cut(replica_mesh.specs("grads", local.params), local.params)
         self._specs = {"delta": changes, "grads": changes}
@@ -154,6 +157,21 @@ class MergeProgram:
         rows = jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.size))], axis=1)
         table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
+
+    def _own_row(self, leaves: list[Any]) -> Any:
+        """The row of this replica in a table of zeros, with its numbers of ``optax.contrib.reduce_on_plateau``."""
+        row = jnp.stack([leaves[i].astype(jnp.float32) for i in self._plateaus])
+        table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], row.size), jnp.float32)
+        return table.at[lax.axis_index(AXIS)].set(row)
+
+    def _take_plateaus(self, merged: dict[str, Any], row: Any) -> None:
+        """Put the numbers of the replica with most steps, which are this row, in place of the means."""
+        leaves = jax.tree.leaves(merged["opt_state"])
+        taken = {i: row[place] for place, i in enumerate(self._plateaus)}
+        merged["opt_state"] = _with_leaves(merged["opt_state"], taken)
+        numbers = select_counts(merged["opt_state"], range(len(leaves)))
+        pairs = zip(numbers, merged["counts"], strict=True)
+        merged["counts"] = [taken[i].astype(old.dtype) if i in taken else old for i, old in pairs]
 
     def _statistics(self, end: Any, examples: Any) -> tuple[Any, Any]:
         """The weighted model state, and a function that makes the mean of its sum, with one more sum for variances."""
@@ -199,6 +217,8 @@ class MergeProgram:
             pairs = zip(start["counts"], new_counts, strict=True)
             steps = jnp.stack([new - old for old, new in pairs]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
+        if self._plateaus:
+            payload["plateaus"] = self._own_row(jax.tree.leaves(end["opt_state"]))
         if self._scaling is not None:
             payload |= self._noise_payload(start, measured, weight, examples)
         mean, residual, moments, total = self._means(start, end, delta, payload)
@@ -218,6 +238,8 @@ class MergeProgram:
             new_counts = counts_of(fresh)
         if "counts" in start:
             merged["counts"] = self._merged_counts(start["counts"], new_counts, total)
+        if self._plateaus:
+            self._take_plateaus(merged, total["plateaus"][jnp.argmax(counts)])
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
         by_batches = total["squares"][1] / _trained(counts, total["table"][:, 0, _BATCHES]).sum()
         finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
@@ -255,7 +277,9 @@ class MergeProgram:
         moments = {}
         if self._opt_mode == "average":
             leaves = jax.tree.leaves(end["opt_state"])
-            moments = {i: x for i, x in enumerate(leaves) if is_float(x) and not self._accumulates[i]}
+            moments = {
+                i: x for i, x in enumerate(leaves) if is_float(x) and not (self._accumulates[i] or i in self._plateaus)
+            }
         if self._wire != "float32":
             return self._coded_sums(delta, start["residual"], moments, payload)
         total = self._sum(payload | weighted({"delta": delta, "opt_state": moments}, payload["weight"]))

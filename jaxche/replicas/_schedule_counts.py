@@ -33,6 +33,12 @@ _SCHEDULES = {
 # What accumulates gradients, by the class of the state: each replica has gathered its own number of them.
 _ACCUMULATORS = {"ApplyEvery": ("count", "grad_acc"), "MultiStepsState": ("mini_step", "acc_grads")}
 
+# What an optimizer compares over many steps. It belongs together: the mean of two windows of losses, one of which has
+# just ended, is neither, and that of a best loss and none yet is infinite.
+_PLATEAUS = {
+    "ReduceLROnPlateauState": ("best_value", "plateau_count", "scale", "cooldown_count", "count", "avg_value"),
+}
+
 # Of threefry, and of the other generators.
 _KEY_WORDS = (2, 4)
 
@@ -65,6 +71,11 @@ def are_accumulators(opt_state: Any) -> list[bool]:
     """
 
     return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _ACCUMULATORS))]
+
+
+def are_plateaus(opt_state: Any) -> list[bool]:
+    """Whether each leaf is of an ``optax.contrib.reduce_on_plateau``; a merge takes them from one replica."""
+    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _PLATEAUS))]
 
 
 def update_in_round(

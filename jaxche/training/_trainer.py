@@ -141,7 +141,9 @@ class Trainer(Rounds):
       ``optax.ScaleByScheduleState``. Other counts are of the updates of their replica: the counts of moments (e.g. in
       Adam's bias correction), the step of ``conditionally_transform``, and those of ``prodigy``, ``dadapt_adamw``,
       ``momo`` and ``madgrad``, which have one count for schedule and moments. A scaling rule has its own progress,
-      see :func:`~jaxche.scaling.progress_schedule`. A schedule of ``outer`` counts merges.
+      see :func:`~jaxche.scaling.progress_schedule`. A schedule of ``outer`` counts merges. The windows of an
+      ``optax.contrib.reduce_on_plateau`` are of the updates of the replica with most steps, whose rate a merge gives to
+      all.
 
     Attributes:
       last_good_state: after an error in :meth:`fit`, the state after the last good round; None if ``donate=True`` has

@@ -390,3 +390,37 @@ def test_what_accumulates_is_found_at_any_depth():
     found = [leaf for leaf in jax.tree.leaves((adam, masked)) if next(marks)]
     applied = inner.inner_opt_state[0]
     assert list(map(id, found)) == list(map(id, [inner.mini_step, applied.count, applied.grad_acc, inner.acc_grads]))
+
+
+def plateau():
+    """Lowers the rate after two windows of eight losses without an improvement."""
+    return optax.chain(optax.contrib.reduce_on_plateau(0.5, 2, rtol=0.01, accumulation_size=8), optax.sgd(0.0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"wire": "int8"},
+        {"groups": [[0, 1], [2]], "group_merges": 2},
+        {"opt_state": "reset"},
+        {"opt_state": "local"},
+    ],
+    ids=str,
+)
+def test_a_rate_falls_on_a_plateau_though_windows_of_losses_end_at_other_rounds(devices, options):
+    """The mean of a best loss and of none yet is infinite, and then every loss is an improvement."""
+    trainer = jaxche.Trainer(
+        lambda w, batch: jnp.sum(w) + batch["x"].mean(), plateau(), replicas=devices[:3], **options
+    )
+    state, best = start(trainer), []
+    for _ in range(12):
+        state, _ = trainer.round(state, DATA * 10, counts=(2, 5, 3))
+        best.append(np.asarray(state.opt_state[0].best_value))
+    of_replicas = state.opt_state[0]
+    steps = [24, 60, 36] if options.get("opt_state") else [60] * 3  # those of the replica with most
+    np.testing.assert_array_equal(of_replicas.count, np.asarray(steps) % 8)
+    # The first window improves on nothing, and two more are a plateau.
+    np.testing.assert_array_equal(of_replicas.scale, 0.5 ** ((np.asarray(steps) // 8 - 1) // 2))
+    np.testing.assert_array_equal(of_replicas.best_value, 1.0)
+    np.testing.assert_array_equal(of_replicas.avg_value, np.asarray(steps) % 8 > 0)
