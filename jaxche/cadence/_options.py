@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def options(
     D = 0.96 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
     Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
     batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are then an option if they
-    make more progress than all on whole batches.
+    make more progress than all on whole batches, however these merge.
 
     Args:
       shares: the measured speeds.
@@ -97,14 +98,14 @@ def options(
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
     found = _sync_options(ms, cuts, sync_ms)
-    for costs in local_costs:
-        whole = whole_options(ms, costs)
-        if not shared:
-            found += whole
-            continue
+    whole = [whole_options(ms, costs) for costs in local_costs]
+    if not shared:
+        return [*found, *itertools.chain.from_iterable(whole)]
+    all_ranks = max(own[-1].progress for own in whole)
+    for costs, own in zip(local_costs, whole, strict=True):
         found.append(_shared_option(ms, cuts[shared], shared, costs))
-        best = max(whole, key=lambda one: one.progress)
-        found += [best] if best.active else []
+        best = max(own, key=lambda one: one.progress)
+        found += [best] if best.progress > all_ranks else []
     return found
 
 

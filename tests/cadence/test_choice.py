@@ -430,3 +430,16 @@ def test_a_cadence_is_compared_with_cuts_of_whole_units():
     singles, islands = (better_than_cadence(che, BATCH, unit) for unit in (1, BATCH // 2))
     assert "exact sync of a batch" in singles
     assert "exact sync of a batch" not in islands
+
+
+def test_a_device_alone_is_no_option_where_all_make_more_progress_with_other_merges():
+    shares, _ = measured((20, 50), 184.0)
+
+    def alone(tau_ms):
+        costs = [LocalCosts(MergeCost(184.0), tau_ms), LocalCosts(MergeCost(184.0, 0.5, 100.0), tau_ms)]
+        found = options(shares, shares.cuts(BATCH), BATCH, 184.0, costs, shared=1)
+        return [one.overlap for one in found if one.active]
+
+    # Both replicas make 0.99 of its progress beside merges at first, then 1.03, and 0.83 where they wait.
+    assert alone(3e3) == [0.0, 0.5]
+    assert alone(4e3) == []
