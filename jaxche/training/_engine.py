@@ -46,6 +46,7 @@ from jaxche.replicas import (
     Unsent,
     are_accumulators,
     are_coded,
+    are_plateaus,
     drop_replica_axis,
     exchange_early,
     fitted,
@@ -243,9 +244,10 @@ class Engine:
         return self._opt_states_differ
 
     def keeps_opt_state(self, local: LocalState) -> bool:
-        """Whether each replica may keep its own optimizer state, in which no step follows from parameters."""
+        """Whether each replica may keep its own optimizer state: no plateau, and no parameters that make steps."""
         if self._keeps_opt_state is None:
-            self._keeps_opt_state = not stepped_params(self._settings.tx, without_replica_axis(local.params))
+            has_params = stepped_params(self._settings.tx, without_replica_axis(local.params))
+            self._keeps_opt_state = not (has_params or any(are_plateaus(local.opt_state)))
         return self._keeps_opt_state
 
     def adopted(self, state: TrainerState) -> TrainerState:

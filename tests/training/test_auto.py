@@ -139,10 +139,20 @@ def test_waiting_and_overlapped_rounds_have_the_same_compiled_steps(large, devic
         ({"backend": "device"}, {}),
         ({"tx": optax.contrib.schedule_free_adamw(0.01)}, {}),
         ({"tx": optax.contrib.schedule_free_adamw(0.01), "wire": "int4"}, {}),
+        ({"tx": optax.chain(optax.adam(0.01), optax.contrib.reduce_on_plateau())}, {}),
         ({"wire": "int4"}, {"donate": True}),
         ({}, {"checkpoints": 1}),
     ],
-    ids=["waits", "average", "on the devices", "schedule free", "its first choice", "donates", "saves each round"],
+    ids=[
+        "waits",
+        "average",
+        "on the devices",
+        "schedule free",
+        "its first choice",
+        "a plateau",
+        "donates",
+        "saves each round",
+    ],
 )
 def test_replicas_wait_for_merges_where_they_have_to(large, devices, tmp_path, options, runs):
     one = trainer(large, devices, **options)
