@@ -35,10 +35,10 @@ def test_two_processes_find_each_other_and_add_up(script, capfd):
 
 def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capfd):
     command = script("""
-        from jaxche.cluster import _handshake, initialize
+        from jaxche.cluster import _initialize, initialize
         if rank == 1:
-            installed = _handshake.versions()
-            _handshake.versions = lambda: installed | {"optax": "0.1.0"}
+            installed = _initialize.versions()
+            _initialize.versions = lambda: installed | {"optax": "0.1.0"}
         try:
             initialize(timeout_s=60)
         except RuntimeError as error:

@@ -138,7 +138,7 @@ def dies_once(folder, when):
 
 @pytest.mark.slow
 def test_a_comparison_whose_process_is_killed_starts_again_where_it_was(run, tmp_path):
-    dies_once(tmp_path, "self._trainer.policy == 'cadence' and info.round == 2")
+    dies_once(tmp_path, "info.policy == 'cadence' and info.round == 2")
     words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", PACE, "--name", "all")
     done = run(tmp_path, *words, "--compare", "sync,async,cadence", "--max-restarts", "2", path=[tmp_path])
     assert done.returncode == 0, done.stderr

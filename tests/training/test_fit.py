@@ -511,7 +511,7 @@ OPTIONS = {
     "overlap": {"overlap": 0.5},
     "codes": {"wire": "int4"},
     "outer": {"outer": optax.sgd(1.0, momentum=0.5)},
-    "auto": {"policy": "auto"},
+    "auto": {"policy": "auto", "overlap": 0},  # a donated state leaves it no choice
 }
 
 
