@@ -158,9 +158,21 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
 
 def _with_own(opt_state: Any, own: Any) -> Any:
     """The optimizer state with the replica's own numbers of ``optax.contrib.reduce_on_plateau``."""
+    places = _plateaus(jax.tree.structure(opt_state))
+    if not places:
+        return opt_state
     leaves, treedef = jax.tree.flatten(opt_state)
-    found = zip(leaves, jax.tree.leaves(own), are_plateaus(own), strict=True)
-    return treedef.unflatten(mine if is_plateau else mean for mean, mine, is_plateau in found)
+    mine = jax.tree.leaves(own)
+    for i in places:
+        leaves[i] = mine[i]
+    return treedef.unflatten(leaves)
+
+
+@functools.lru_cache(maxsize=8)
+def _plateaus(structure: Any) -> list[int]:
+    """The leaves of an ``optax.contrib.reduce_on_plateau``, found once for a structure: replicas wait meanwhile."""
+    found = are_plateaus(structure.unflatten(range(structure.num_leaves)))
+    return [i for i, is_plateau in enumerate(found) if is_plateau]
 
 
 def merge_trees(trees: Sequence[Any], steps: Sequence[float]) -> list[Any]:

@@ -413,10 +413,9 @@ def test_a_rate_falls_on_a_plateau_though_windows_of_losses_end_at_other_rounds(
     trainer = jaxche.Trainer(
         lambda w, batch: jnp.sum(w) + batch["x"].mean(), plateau(), replicas=devices[:3], **options
     )
-    state, best = start(trainer), []
+    state = start(trainer)
     for _ in range(12):
         state, _ = trainer.round(state, DATA * 10, counts=(2, 5, 3))
-        best.append(np.asarray(state.opt_state[0].best_value))
     of_replicas = state.opt_state[0]
     steps = [24, 60, 36] if options.get("opt_state") else [60] * 3  # those of the replica with most
     np.testing.assert_array_equal(of_replicas.count, np.asarray(steps) % 8)
