@@ -22,6 +22,7 @@ from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import (
     are_accumulators,
+    are_hyperparams,
     are_keys,
     are_plateaus,
     are_schedules,
@@ -91,7 +92,7 @@ class Merge:
         # same numbers in every round, and a rate that began again would not fall.
         self._kept: list[bool] = []
         if opt_state == "reset" and average == "parameters":
-            own = (are_accumulators, are_keys, are_plateaus)
+            own = (are_accumulators, are_hyperparams, are_keys, are_plateaus)
             self._kept = list(map(max, *(are(local.opt_state) for are in own)))
         mapped = jax.shard_map(
             MergeProgram(replica_mesh, rules, local, self._packings),

@@ -214,8 +214,7 @@ class MergeProgram:
         new_counts: list[Any] = []
         if "counts" in start:  # if the merge needs those of the optimizer
             new_counts = measured["counts"] if "counts" in measured else counts_of(end["opt_state"])
-            pairs = zip(start["counts"], new_counts, strict=True)
-            steps = jnp.stack([new - old for old, new in pairs]).astype(jnp.float32)
+            steps = _differences(start["counts"], new_counts)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._plateaus:
             payload["plateaus"] = self._own_row(jax.tree.leaves(end["opt_state"]))
@@ -328,7 +327,7 @@ class MergeProgram:
         if "counts" not in start:
             return {}, psum_buckets(payload, AXIS, exchanges=True)["table"]
         old, new = start["counts"], measured["counts"]
-        payload["counts"] = jnp.stack([b - a for a, b in zip(old, new, strict=True)]).astype(jnp.float32)[None]
+        payload["counts"] = _differences(old, new)[None]
         total = psum_buckets(payload, AXIS, exchanges=True)
         return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
 
@@ -381,6 +380,11 @@ class MergeProgram:
 def _trained(number: Any, batches: Any) -> Any:
     """The batches that a replica has trained on: its part of them, if the number of its examples or steps is not 0."""
     return jnp.where(number > 0, batches, 0)
+
+
+def _differences(old: Any, new: Any) -> Any:
+    """What was added to each count, as one vector; a count may have the shape ``(1,)``."""
+    return jnp.stack([(b - a).reshape(()) for a, b in zip(old, new, strict=True)]).astype(jnp.float32)
 
 
 def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:

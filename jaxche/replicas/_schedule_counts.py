@@ -39,6 +39,9 @@ _PLATEAUS = {
     "ReduceLROnPlateauState": ("best_value", "plateau_count", "scale", "cooldown_count", "count", "avg_value"),
 }
 
+# Numbers that a user gives and may change in the state.
+_HYPERPARAMS = dict.fromkeys(("InjectHyperparamsState", "InjectStatefulHyperparamsState"), ("hyperparams",))
+
 # Of threefry, and of the other generators.
 _KEY_WORDS = (2, 4)
 
@@ -76,6 +79,11 @@ def are_accumulators(opt_state: Any) -> list[bool]:
 def are_plateaus(opt_state: Any) -> list[bool]:
     """Whether each leaf is of an ``optax.contrib.reduce_on_plateau``; a merge takes them from one replica."""
     return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _PLATEAUS))]
+
+
+def are_hyperparams(opt_state: Any) -> list[bool]:
+    """Whether each leaf is a number that ``optax.inject_hyperparams`` holds, such as a learning rate."""
+    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _HYPERPARAMS))]
 
 
 def update_in_round(

@@ -323,6 +323,36 @@ def test_a_reset_does_not_draw_the_same_numbers_in_every_round(devices, noise):
     assert places == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"opt_state": "local"}, {"opt_state": "reset"}], ids=str)
+def test_a_reset_keeps_a_rate_that_was_put_into_the_state(devices, options):
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    opt_state = tx.init(jnp.zeros(()))
+    opt_state.hyperparams["learning_rate"] = jnp.float32(0.25)
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2], **options)
+    state = trainer.init(jnp.zeros(()), opt_state=opt_state)
+    for _ in range(2):
+        state, _ = trainer.round(state, DATA, counts=(2, 2))
+    np.testing.assert_array_equal(state.opt_state.hyperparams["learning_rate"], 0.25)
+    assert float(trainer.params(state)) == pytest.approx(-4 * 0.25, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"opt_state": "local"}, {"wire": "int8"}, {"overlap": 0.5}], ids=str)
+def test_a_count_may_be_an_array_of_one_number(devices, options):
+    def update(updates, state, params=None):
+        return updates, {"array": state["array"] + 1, "scalar": state["scalar"] + 1}
+
+    def init(params):
+        return {"array": jnp.zeros(1, jnp.int32), "scalar": jnp.zeros((), jnp.int32)}
+
+    tx = optax.chain(optax.GradientTransformation(init, update), optax.sgd(rate))
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2], **options)
+    state, _ = trainer.round(start(trainer), DATA, counts=(2, 2))
+    state, _ = trainer.round(state, DATA, counts=(2, 2))
+    opt_state = trainer.opt_state(state)[0]
+    assert opt_state["array"].tolist() == [4]
+    assert int(opt_state["scalar"]) == 4
+
+
 def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices):
     trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2], opt_state="local")
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 5))
@@ -422,4 +452,5 @@ def test_a_rate_falls_on_a_plateau_though_windows_of_losses_end_at_other_rounds(
     # The first window improves on nothing, and two more are a plateau.
     np.testing.assert_array_equal(of_replicas.scale, 0.5 ** ((np.asarray(steps) // 8 - 1) // 2))
     np.testing.assert_array_equal(of_replicas.best_value, 1.0)
+    assert state.opt_states_differ or len(set(steps)) == 1  # a checkpoint has those of each
     np.testing.assert_array_equal(of_replicas.avg_value, np.asarray(steps) % 8 > 0)
