@@ -62,6 +62,7 @@ from jaxche.replicas._schedule_counts import are_accumulators as are_accumulator
 from jaxche.replicas._schedule_counts import are_keys as are_keys
 from jaxche.replicas._schedule_counts import are_plateaus as are_plateaus
 from jaxche.replicas._schedule_counts import are_schedules as are_schedules
+from jaxche.replicas._schedule_counts import are_subspaces as are_subspaces
 from jaxche.replicas._schedule_counts import counts_of as counts_of
 from jaxche.replicas._schedule_counts import is_random_key as is_random_key
 from jaxche.replicas._schedule_counts import update_in_round as update_in_round

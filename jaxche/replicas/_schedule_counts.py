@@ -40,7 +40,13 @@ _PLATEAUS = {
 }
 
 # Numbers that a user gives and may change in the state.
-_HYPERPARAMS = dict.fromkeys(("InjectHyperparamsState", "InjectStatefulHyperparamsState"), ("hyperparams",))
+_HYPERPARAMS = {"InjectHyperparamsState": ("hyperparams",), "InjectStatefulHyperparamsState": ("hyperparams",)}
+
+# Parameters at the start. Each step makes all parameters anew from these and from sums of gradients.
+_CENTERS = {"COCOBState": ("init_particles",), "MadgradState": ("x0",)}
+
+# Moments in a subspace that a replica takes from its own gradients.
+_SUBSPACES = {"GaLoreState": ("base_optimizer_state", "count", "projector")}
 
 # Of threefry, and of the other generators.
 _KEY_WORDS = (2, 4)
@@ -84,6 +90,16 @@ def are_plateaus(opt_state: Any) -> list[bool]:
 def are_hyperparams(opt_state: Any) -> list[bool]:
     """Whether each leaf is a number that ``optax.inject_hyperparams`` holds, such as a learning rate."""
     return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _HYPERPARAMS))]
+
+
+def are_centers(opt_state: Any) -> list[bool]:
+    """Whether each leaf is parameters at the start, from which steps are made anew with sums of gradients."""
+    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _CENTERS))]
+
+
+def are_subspaces(opt_state: Any) -> list[bool]:
+    """Whether each leaf is of moments in a subspace of its replica's gradients; their mean is in none."""
+    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _SUBSPACES))]
 
 
 def update_in_round(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
+from jaxche.replicas._schedule_counts import are_centers
 from jaxche.scaling import with_extra_args
 
 
@@ -27,7 +28,7 @@ def are_params(tx: optax.GradientTransformation, params: Any) -> list[bool]:
 
 
 def stepped_params(tx: optax.GradientTransformation, params: Any) -> list[str]:
-    """The paths of the parameters in the state that updates are computed from, and change."""
+    """The paths of the parameters in the state that steps are made from: those that change, and centers."""
     wide: Any = with_extra_args(tx)
     state, found = jax.eval_shape(tx.init, params), are_params(tx, params)
     if not any(found):
@@ -41,7 +42,8 @@ def stepped_params(tx: optax.GradientTransformation, params: Any) -> list[str]:
     read = functools.reduce(operator.or_, inputs_of(program)[: -len(found)], 0)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
     moves = [bool(read >> i & 1) and x is not y for i, (x, y) in enumerate(zip(program.invars, after, strict=False))]
-    return [path for path, is_param, moved in zip(paths, found, moves, strict=False) if is_param and moved]
+    stepped = map(max, are_centers(state), moves)
+    return [path for path, is_param, steps in zip(paths, found, stepped, strict=True) if is_param and steps]
 
 
 def inputs_of(program: Any, inputs: Sequence[int] | None = None) -> list[int]:

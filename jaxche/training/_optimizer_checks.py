@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.messages import brief
-from jaxche.replicas import are_accumulators, are_keys, stepped_params
+from jaxche.replicas import are_accumulators, are_keys, are_subspaces, stepped_params
 from jaxche.scaling import AdamScale, ScaleLearningRateState, has_moments_of_magnitudes, noise_scale
 from jaxche.sharding import check_update
 from jaxche.training._groups import Groups
@@ -147,6 +147,29 @@ def check_state_params(opt_state: str, overlap: float, tx: Any, *trees: Any) -> 
                 "optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; "
                 f"{what} does not merge them: {'leave overlap= out' if overlap else 'leave opt_state= out'}"
             )
+
+
+def check_moved_params(merge: str, outer: Any, opt_state: str, tx: Any, *trees: Any) -> None:
+    """Refuse to move the parameters elsewhere than those in the state of ``tx``, from which it makes its steps."""
+    if opt_state != "average" or (outer is None and merge != "fednova"):
+        return
+    for params in trees:
+        if paths := stepped_params(tx, params):
+            name, what = ("outer=", "outer=") if outer is not None else ("merge=", "merge='fednova'")
+            raise ValueError(
+                f"tx has parameters in its state, opt_state{paths[0]}, and makes its steps from them, as "
+                f"optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; {what} moves the "
+                f"parameters and leaves those at their mean: leave {name} out, or write opt_state='reset'"
+            )
+
+
+def check_subspaces(opt_state: str, tx: Any, shapes: Any) -> None:
+    """Refuse to average moments in the subspaces of ``optax.contrib.galore``, which differ between replicas."""
+    if opt_state == "average" and any(are_subspaces(jax.eval_shape(tx.init, shapes))):
+        raise ValueError(
+            "tx holds an optax.contrib.galore, whose moments are in a subspace that each replica takes from its own "
+            "gradients, and their mean is in none; write opt_state='local', or policy='sync'"
+        )
 
 
 def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:

@@ -41,9 +41,11 @@ from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
     check_accumulators,
     check_model_state_of,
+    check_moved_params,
     check_opt_state,
     check_second_moments,
     check_state_params,
+    check_subspaces,
     check_trajectory,
     check_unscaled,
     warn_of_shared_key,
@@ -167,7 +169,10 @@ class Rounds:
         check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule, **settings.extra_args)
         check_trajectory(tx, shapes, settings.average, self._engine.world_size)
         if settings.average == "parameters" and self.world_size > 1:
-            check_state_params(settings.opt_state, settings.overlap, tx, *(shapes if settings.staged else [shapes]))
+            trees = shapes if settings.staged else [shapes]
+            check_state_params(settings.opt_state, settings.overlap, tx, *trees)
+            check_moved_params(settings.merge, settings.outer, settings.opt_state, tx, *trees)
+            check_subspaces(settings.opt_state, tx, shapes)
         check_accumulators(settings.groups, settings.opt_state, tx, shapes)
         if self.world_size > 1:
             check_metrics_of_model(settings.loss_fn)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.data import StreamPosition, from_json, to_json
-from jaxche.replicas import LocalState, ReplicaMesh
+from jaxche.replicas import LocalState, ReplicaMesh, are_plateaus, are_subspaces
 from jaxche.training._state import TrainerState
 
 # Fields of the cadence that the trainer sets. The others are measured.
@@ -148,8 +148,12 @@ def _present(local: LocalState) -> dict[str, Any]:
 
 def _pooled(name: str, rows: Any) -> Any:
     """One row of the ``[n, ...]`` arrays of this name, which are whole along ``n`` everywhere."""
+    # What belongs together is that of one replica.
+    of_one = jax.tree.structure(rows).unflatten(map(max, are_plateaus(rows), are_subspaces(rows)))
 
-    def pooled(x: Any) -> Any:
+    def pooled(x: Any, of_one: bool) -> Any:
+        if of_one:
+            return x[0]
         if is_float(x):
             return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype)
         if name == "opt_state" and x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.signedinteger):
@@ -157,4 +161,4 @@ def _pooled(name: str, rows: Any) -> Any:
         return x[0]
 
     shardings = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), rows)
-    return jax.jit(lambda tree: jax.tree.map(pooled, tree), out_shardings=shardings)(rows)
+    return jax.jit(lambda tree: jax.tree.map(pooled, tree, of_one), out_shardings=shardings)(rows)

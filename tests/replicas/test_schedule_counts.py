@@ -360,6 +360,16 @@ def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices
     assert int(state_dict.pooled()["opt_state"][0].count) == 3
 
 
+def test_a_plateau_and_a_subspace_are_handed_over_as_those_of_one(devices):
+    tx = optax.chain(optax.contrib.scale_by_galore(rank=1), optax.contrib.reduce_on_plateau(accumulation_size=4))
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2], opt_state="local")
+    state, _ = trainer.round(trainer.init(jnp.zeros((3, 2))), DATA, counts=(5, 3))
+    galore, plateau = trainer._engine.state_dict(state.local_states).pooled()["opt_state"]
+    assert np.isfinite(plateau.best_value)  # the other has none yet, and their mean is infinite
+    assert int(plateau.count) == 1
+    assert int(galore.count) == 5
+
+
 def test_counts_by_hand():
     state = (optax.ScaleByAdamState(jnp.int32(7), jnp.ones(2), jnp.ones(2)), optax.ScaleByScheduleState(jnp.int32(20)))
     assert are_schedules(state) == [False, True]

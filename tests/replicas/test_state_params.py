@@ -45,6 +45,8 @@ OPTIMIZERS = {
     "the start, and a norm": (optax.contrib.dog(0.1), "init_params", False),
     "an average, which no step reads": (optax.chain(optax.adam(0.1), averaging(0.9)), "[1]", False),
     "iterates": (optax.contrib.schedule_free_adamw(0.1), ".z[", True),
+    "the start, with bets on sums of gradients": (optax.contrib.cocob(), "init_particles", True),
+    "the start, with sums of gradients": (optax.contrib.madgrad(0.1), "x0", True),
     "copies": (float32_copies(optax.adam(0.1)), "[0]['", True),
     "copies made in a compiled function": (
         optax.GradientTransformation(
@@ -118,3 +120,19 @@ def test_steps_from_them_need_a_merge(options, line, devices):
     make_trainer(devices[:2], optax.chain(optax.sgd(0.1), averaging(0.9)), **options)
     if "overlap" not in options:
         make_trainer(devices[:2], copies, jnp.bfloat16, policy="sync", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"outer": optax.sgd(0.7)}, "outer= moves the parameters .*: leave outer= out, or write opt_state='reset'"),
+        ({"merge": "fednova"}, "merge='fednova' moves the parameters .*: leave merge= out, or write opt_state='reset'"),
+    ],
+)
+def test_what_moves_the_parameters_alone_is_refused(options, line, devices):
+    for tx, dtype in ((float32_copies(optax.sgd(0.1)), jnp.bfloat16), (optax.contrib.cocob(), jnp.float32)):
+        with pytest.raises(ValueError, match=r"tx has parameters in its state, opt_state\[.*" + line):
+            make_trainer(devices[:2], tx, dtype, **options)
+        make_trainer(devices[:1], tx, dtype, **options)
+        make_trainer(devices[:2], tx, dtype, opt_state="reset", **options)
+    make_trainer(devices[:2], optax.contrib.prodigy(0.1), **options)

@@ -107,6 +107,18 @@ def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
     trainer(policy, devices[:1]).init(PARAMS)
 
 
+def test_means_over_subspaces_of_replicas_are_refused(devices):
+    tx = optax.chain(optax.clip(1.0), optax.contrib.galore(0.1, rank=1))
+
+    def trainer(**options):
+        return jaxche.Trainer(lambda p, b: p["w"].sum(), tx, **{"replicas": devices[:2]} | options)
+
+    with pytest.raises(ValueError, match=r"optax.contrib.galore, .* write opt_state='local', or policy='sync'"):
+        trainer().init(PARAMS)
+    for options in ({"opt_state": "local"}, {"opt_state": "reset"}, {"policy": "sync"}, {"replicas": devices[:1]}):
+        trainer(**options).init(PARAMS)
+
+
 def test_a_scaled_optimizer_is_refused_however_deep(devices):
     tx = optax.chain(optax.clip(1.0), jaxche.scale_learning_rate(optax.sgd(0.1), jaxche.SqrtScale()))
     with pytest.raises(ValueError, match=r"tx holds a jaxche\.scale_learning_rate\(.*optax\.sgd\(0\.1\), scaling="):
