@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -70,19 +71,42 @@ def check_update(tx: Any, *trees: Any, **extra: Any) -> None:
     """ValueError unless ``tx`` updates each tree of parameters, or shapes, from gradients, ``value=`` and ``extra``."""
 
     def update(params: Any, value: Any) -> Any:
-        return with_extra_args(tx).update(params, tx.init(params), params, value=value, **extra)
+        state = tx.init(params)
+        updates, after = with_extra_args(tx).update(params, state, params, value=value, **extra)
+        return state, after, params, optax.apply_updates(params, updates)
 
     def error_of(params: Any) -> Exception | None:
         try:
-            jax.eval_shape(update, params, jax.ShapeDtypeStruct((), jnp.float32))
+            found = jax.eval_shape(update, params, jax.ShapeDtypeStruct((), jnp.float32))
         except Exception as error:
             return error
+        _refuse_changes("its state", *found[:2])
+        _refuse_changes("params", *found[2:])
         return None
 
     for params in trees:
         if (error := error_of(params)) is not None:
             _refuse_empty(params, error, error_of)
             _refuse_update(error)
+
+
+def _refuse_changes(name: str, before: Any, after: Any) -> None:
+    """ValueError if an update changes the structure, or the shape or dtype of an array: steps are compiled for one."""
+    changed = "its structure"
+    if jax.tree.structure(before) == jax.tree.structure(after):
+        pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
+        found = [
+            f"{jax.tree_util.keystr(path)} from {old.dtype}{old.shape} to {new.dtype}{new.shape}"
+            for (path, old), new in pairs
+            if (old.shape, old.dtype) != (new.shape, new.dtype)
+        ]
+        if not found:
+            return
+        changed = found[0]
+    raise ValueError(
+        f"an update of tx changes {name}: {changed}; write it so that update returns what init makes, e.g. "
+        "x.astype(old.dtype).reshape(old.shape)"
+    )
 
 
 def _refuse_empty(params: Any, error: Exception, error_of: Callable[[Any], Exception | None]) -> None:

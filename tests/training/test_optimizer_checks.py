@@ -107,6 +107,29 @@ def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
     trainer(policy, devices[:1]).init(PARAMS)
 
 
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        (lambda x: x.astype(jnp.float32), r"its state: \['sum'\] from bfloat16\(3,\) to float32\(3,\)"),
+        (lambda x: x[None], r"its state: \['sum'\] from bfloat16\(3,\) to bfloat16\(1, 3\)"),
+        (lambda x: (x, x), "its state: its structure"),
+    ],
+)
+def test_a_state_that_an_update_changes_is_refused(devices, after, found):
+    def update(updates, state, params=None):
+        return updates, {"sum": after(state["sum"])}
+
+    tx = optax.GradientTransformation(lambda params: {"sum": jnp.zeros(3, jnp.bfloat16)}, update)
+    with pytest.raises(ValueError, match=f"an update of tx changes {found}; write it so that update returns what init"):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]).init(PARAMS)
+
+
+def test_an_update_that_changes_the_shape_of_a_parameter_is_refused(devices):
+    tx = optax.scale_by_distance_over_gradients()  # of a scalar it makes an array
+    with pytest.raises(ValueError, match=r"an update of tx changes params: .* from float32\(\) to float32\(1,\)"):
+        jaxche.Trainer(lambda p, b: p.sum(), tx, replicas=devices[:1]).init(jnp.zeros(()))
+
+
 def test_means_over_subspaces_of_replicas_are_refused(devices):
     tx = optax.chain(optax.clip(1.0), optax.contrib.galore(0.1, rank=1))
 
