@@ -55,9 +55,11 @@ STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
 # Seconds to the deadline on the clock: about 3,000 batches of the text task over the fleet.
 DEADLINES = {"20/50": 40.0, "20/20/40/80": 24.0, "20/20/60": 24.0, "20/20/20/20/30/30/60/120": 12.0}
 # The image tasks need fewer batches, and a late phase is short.
-SHARE = {"text": 1.0, "late": 0.5, "mnist": 0.5, "digits": 0.25}
+SHARE = {"text": 1.0, "late": 0.5, "mnist": 0.5, "momentum": 0.5, "digits": 0.25}
+# Tasks that are others with a change.
+VARIANTS = {"late": "text", "momentum": "mnist"}
 GRIDS = {"text": (2e-3, 4e-3, 8e-3, 16e-3), "late": (5e-4, 1e-3, 2e-3, 4e-3), "mnist": (1e-3, 2e-3, 4e-3, 8e-3)}
-GRIDS["digits"] = GRIDS["text"]
+GRIDS |= {"digits": GRIDS["text"], "momentum": (2e-2, 4e-2, 8e-2, 16e-2)}
 POINTS = {"constant": 12, "annealed": 6}  # evaluations of a run
 LATE = {"epochs": 10, "learning_rate": 4e-3}  # of the run from which the late task starts
 
@@ -101,13 +103,14 @@ def parse_cell(text: str, args: argparse.Namespace) -> Cell:
 
 
 class Task(NamedTuple):
-    """A task of ``jaxche train``, by what a run needs of it."""
+    """A task of ``jaxche train``, by what a run needs of it, and an optimizer without its learning rate."""
 
     loss_fn: Callable[..., Any]
     arrays: Any
     batch_size: int
     init: Callable[[int], Any]
     evaluate: Callable[[Any], dict[str, float]]
+    direction: optax.GradientTransformation
 
     def data(self, seed: int) -> jaxche.Batches:
         # Epoch e is shuffled by seed + e: seeds far apart share no order.
@@ -116,12 +119,14 @@ class Task(NamedTuple):
 
 @functools.cache
 def load(name: str, cache: Path) -> Task:
-    found = _tasks.load("text" if name == "late" else name)
+    found = _tasks.load(VARIANTS.get(name, name))
+    direction = optax.trace(0.9, nesterov=True) if name == "momentum" else optax.scale_by_adam()
 
     def evaluate(params: Any) -> dict[str, float]:
         return {metric: round(value, 5) for metric, value in found.evaluate(params).items()}
 
-    task = Task(found.loss_fn, found.data.arrays, found.data.batch_size, lambda seed: found.init(seed)[0], evaluate)
+    arrays, size = found.data.arrays, found.data.batch_size
+    task = Task(found.loss_fn, arrays, size, lambda seed: found.init(seed)[0], evaluate, direction)
     if name == "late":
         params = late_start(task, cache / "late.npz")
         task = task._replace(init=lambda seed: params)
@@ -142,7 +147,7 @@ def late_start(task: Task, path: Path) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-# The optimizer: Adam, with a schedule whose numbers are in its state, so that one compiled program serves all runs.
+# The optimizer, with a schedule whose numbers are in its state, so that one compiled program serves all runs.
 
 
 class ScheduleState(NamedTuple):
@@ -160,7 +165,7 @@ class ScheduleState(NamedTuple):
         return jnp.minimum(1, 40 * done) * (self.end + (1 - self.end) * shape)
 
 
-def scheduled_adam() -> optax.GradientTransformation:
+def scheduled(direction: optax.GradientTransformation) -> optax.GradientTransformation:
     def init(params: Any) -> ScheduleState:
         # Only the state from ``start`` has numbers.
         return ScheduleState(optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)), *[jnp.full([], jnp.nan)] * 4)
@@ -170,14 +175,14 @@ def scheduled_adam() -> optax.GradientTransformation:
         count = optax.ScaleByScheduleState(state.batches.count + 1)
         return jax.tree.map(lambda u: -rate * u, updates), state._replace(batches=count)
 
-    return optax.chain(optax.scale_by_adam(), optax.GradientTransformation(init, update))
+    return optax.chain(direction, optax.GradientTransformation(init, update))
 
 
 def start(tx: Any, params: Any, peak: float, total: int, end: float, schedule: str) -> Any:
     """The optimizer's state before the first batch."""
-    adam, state = tx.init(params)
+    first, state = tx.init(params)
     numbers = map(jnp.float32, (peak, total, end, schedule == "linear"))
-    return adam, ScheduleState(state.batches, *numbers)
+    return first, ScheduleState(state.batches, *numbers)
 
 
 # Runs.
@@ -217,7 +222,7 @@ class Bench:
         if not cell.link_mbit:
             costs["exchange_ms"] = arm.exchange * cell.sync_ms
         self.fleet = jaxche.VirtualFleet(self.speeds, **costs, fixed_ms=fixed)
-        self.tx = scheduled_adam()
+        self.tx = scheduled(task.direction)
         self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)
 
     def train(self, lr: float, seed: int, total: int, end: float, points: int) -> Trained:
@@ -287,8 +292,11 @@ def bench(arm: Arm, cell: Cell, cache: Path) -> Bench:
 def rehearsal(arm: Arm, cell: Cell, cache: Path) -> int:
     """The batches to the deadline, from a run of the same rounds on a model of one number."""
     task = load(cell.task, cache)
-    rows = np.zeros(len(jax.tree.leaves(task.arrays)[0]), np.float32)
-    toy = Task(lambda w, x: jnp.mean((w - x) ** 2), rows, task.batch_size, lambda seed: jnp.ones(()), lambda p: {})
+    toy = task._replace(
+        loss_fn=lambda w, x: jnp.mean((w - x) ** 2),
+        arrays=np.zeros(len(jax.tree.leaves(task.arrays)[0]), np.float32),
+        init=lambda seed: jnp.ones(()),
+    )
     one, total = Bench(arm, cell, toy), 3000
     for _ in range(4):  # a rule that looks at the learning rate changes with the total
         before, total = total, one.train(1e-3, 0, total, 0.0, 0).batches
@@ -563,7 +571,9 @@ def configure(cache: Path, devices: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=tuple(SHARE), default="text", help="late: text from a trained model")
+    parser.add_argument(
+        "--task", choices=tuple(SHARE), default="text", help="late: text from a trained model; momentum: mnist with SGD"
+    )
     parser.add_argument("--cells", nargs="+", default=STANDARD, help=f"speeds@cost (default: {' '.join(STANDARD)})")
     parser.add_argument("--fixed-ms", type=float, default=0.0, help="ms of a step that its rows do not change")
     parser.add_argument("--deadline", type=float, help="seconds on the clock (default: by fleet and task)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
@@ -31,6 +32,10 @@ _PATIENCE, _MOST_PATIENCE = 32, 512
 # The time of an exchange of measurements before it is measured, relative to a merge, which takes more trips over the
 # network.
 _EXCHANGE = 0.5
+# Replicas wait for merges after the median drift of so many merges beside steps was larger than this. At a learning
+# rate with which they move so far apart they may diverge before the result of a merge comes in.
+_DRIFTS, _APART = 16, 0.1
+_APART_REASON = f"; beside merges the replicas drifted by more than {_APART:.0%}, so they wait for these"
 # After so many rounds of exact sync the choice is made every so many rounds: a round is one update, and with many
 # replicas a choice takes milliseconds.
 _UPDATES = 16
@@ -62,6 +67,8 @@ class Choice:
       before: the kind of that merge.
       since_ms: the clock at the last change of the policy or of ``joined``.
       compiled: policy and ``joined`` of each choice so far, because their programs are compiled.
+      drifts: of the last merges beside steps.
+      apart_at: the round after which merges are waited for, because their median was too large; 0 if it never was.
     """
 
     policy: ApplyPolicy = ApplyPolicy.SYNC
@@ -76,6 +83,8 @@ class Choice:
     before: Kind = Kind.SYNC
     since_ms: float = 0.0
     compiled: tuple[tuple[str, int], ...] = ()
+    drifts: tuple[float, ...] = ()
+    apart_at: int = 0
 
     @property
     def is_local(self) -> bool:
@@ -117,6 +126,19 @@ class Choice:
         """Whether it is compared with others after this round."""
         rounds = round - self.since
         return self.is_local or rounds <= _UPDATES or rounds % _UPDATES == 0
+
+    def drifted(self, drift: float, round: int) -> Choice:
+        """The choice after a round that reports this drift of the replicas."""
+        if not self.overlap or math.isnan(drift):
+            return self
+        drifts = (*self.drifts, drift)[-_DRIFTS:]
+        if len(drifts) == _DRIFTS and median_low(drifts) > _APART:
+            return replace(self, drifts=(), apart_at=round)
+        return replace(self, drifts=drifts)
+
+    def is_apart(self, round: int) -> bool:
+        """Whether merges are waited for because the replicas moved too far apart beside them."""
+        return self.apart_at > 0 and round - self.apart_at < _MOST_PATIENCE
 
     def compared(self, sync_samples: Sequence[float], round: int) -> Choice:
         """The choice with the relative time of its merges, once all samples are of merges since the last change."""
@@ -175,7 +197,7 @@ class Choice:
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
         """The choice from the result of ``to_dict``."""
         found: dict[str, Any] = {one.name: saved[one.name] for one in fields(cls) if one.name in saved}
-        found |= {name: tuple(found[name]) for name in ("active", "merge_scales") if name in found}
+        found |= {name: tuple(found[name]) for name in ("active", "merge_scales", "drifts") if name in found}
         found |= {"compiled": tuple(map(tuple, found.get("compiled", ()))), "before": Kind(found.get("before", 0))}
         found["policy"] = ApplyPolicy(found["policy"])
         return cls(**found)
@@ -190,6 +212,7 @@ def choose(
     unit: int = 1,
     clock_ms: float = 0.0,
     overlaps: Sequence[float] = (0.0,),
+    drift: float = math.nan,
 ) -> Choice:
     """The choice after a round; ``now`` is kept unless another choice has clearly more expected progress.
 
@@ -198,14 +221,16 @@ def choose(
     Under exact sync it is made after each of the first 16 updates, then after every 16th. Only rounds of local steps
     measure how fast replicas move apart. After many rounds of exact sync the measurement is discarded, so that local
     steps are tried again. Rows are shared in multiples of ``unit``, and ``overlaps`` are the parts of a round that may
-    run beside a merge of local steps.
+    run beside a merge of local steps. If the replicas ``drift`` too far apart beside merges, they wait for 512 rounds.
     """
+    now = now.drifted(drift, round)
     if not shares.is_measured or len(che.sync_samples) < 2 or not now.has_lasted(che, round):
         return now
     now = now.compared(che.sync_samples, round)
     if not now.is_due(round):
         return now
-    found = _expected(now, shares, che, batch_rows, round, unit, overlaps)
+    is_apart = 0.0 in overlaps and now.is_apart(round)
+    found = _expected(now, shares, che, batch_rows, round, unit, (0.0,) if is_apart else overlaps)
     best = _best(now, found, shares.compile_ms, clock_ms)
     after = replace(now, policy=best.policy, joined=best.joined, active=best.active, overlap=best.overlap)
     times, is_sync = now.merges_ms(che.sync_samples), not after.is_local
@@ -216,7 +241,7 @@ def choose(
         after = replace(after, before_ms=times[now.kind], before=now.kind)
     return replace(
         after,
-        reason=_reason(best, found, times[after.kind]),
+        reason=_reason(best, found, times[after.kind]) + _APART_REASON * is_apart,
         since=round if changed or round - now.since >= now.patience else now.since,
         given_up=now.given_up + (now.is_local and is_sync),
         since_ms=now.since_ms if is_kept else clock_ms,

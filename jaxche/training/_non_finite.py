@@ -82,9 +82,10 @@ def _advice(planned: PlannedRound, batches: Sequence[Key]) -> str:
     reader = planned.reader
     if not planned.state.is_deleted and (names := _nan_names(planned.state)):
         return f"There was NaN before the round, in {', '.join(names[:4])}; look at what trainer.init was given"
+    wait = ", overlap=0" if planned.overlapped else ""  # stable at higher rates
     advice = (
-        "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "
-        "that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
+        f"Try a lower learning rate{wait} or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a "
+        "gradient that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
     )
     if not isinstance(reader, SequenceReader):  # its batches cannot be read again
         return f"Look for NaN and infinite values in these batches. {advice}"

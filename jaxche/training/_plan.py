@@ -415,7 +415,7 @@ def next_shares(
     shares = shares.report(info.counts, info.rows, info.wall_ms, compile_ms)
     unit = unit_of_shares(rules.unit, batch_size)
     if choice is not None:
-        choice = choose(choice, shares, che, batch_size, info.round, unit, state.clock_ms, overlaps)
+        choice = choose(choice, shares, che, batch_size, info.round, unit, state.clock_ms, overlaps, info.drift)
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
             che = replace(che, travel_samples=())
     state = replace(state, choice=choice, che=che)

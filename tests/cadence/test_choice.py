@@ -350,6 +350,29 @@ def test_merges_run_beside_steps_where_that_promises_more():
     assert (after.overlap, after.since, after.before) == (0.0, 20, Kind.BESIDE)
 
 
+def test_merges_are_waited_for_where_replicas_drift_far_apart_beside_them():
+    fleet = measured((20, 20, 40, 80), 30.0, 3e3)
+    beside = choose(Choice(), *fleet, BATCH, 10, **BOTH)
+    # Drifts before there are merges beside steps, and some of merges that report none, say nothing.
+    assert Choice().drifted(0.5, 3) == Choice()
+    now = beside.drifted(math.nan, 11)
+    for round in range(13, 28):
+        assert now.overlap == 0.5
+        now = choose(now, *fleet, BATCH, round, **BOTH, drift=0.3)
+    # It takes 16 drifts, half of which and one more are large.
+    half = replace(now, drifts=(0.09,) * 8 + (0.3,) * 7)
+    assert choose(half, *fleet, BATCH, 28, **BOTH, drift=0.3).overlap == 0.5
+    apart = choose(now, *fleet, BATCH, 28, **BOTH, drift=0.3)
+    assert (apart.overlap, apart.kind, apart.apart_at, apart.drifts) == (0.0, Kind.WAITING, 28, ())
+    assert apart.reason.endswith("; beside merges the replicas drifted by more than 10%, so they wait for these")
+    # After 512 rounds they try again. An overlap that is given stays.
+    assert choose(apart, *fleet, BATCH, 28 + 511, **BOTH, drift=0.0).overlap == 0.0
+    again = choose(apart, *fleet, BATCH, 28 + 512, **BOTH, drift=0.0)
+    assert (again.overlap, again.drifts) == (0.5, ())
+    assert "drifted" not in again.reason
+    assert choose(now, *fleet, BATCH, 28, overlaps=(0.5,), drift=0.3).overlap == 0.5
+
+
 def test_an_exchange_that_was_not_measured_takes_half_of_a_merge():
     _, che = measured((20, 50), 30.0, 3e3)
     now = Choice()
@@ -379,6 +402,7 @@ def test_nothing_is_chosen_before_it_is_measured():
 
 def test_a_saved_choice_is_equal():
     choice = chosen((20, 50), 500.0, travel_ms=5e3)
+    choice = replace(choice, drifts=(0.25, 0.125), apart_at=7)
     assert Choice.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
 
 

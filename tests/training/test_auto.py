@@ -388,6 +388,21 @@ def test_an_interrupt_in_the_first_round_of_another_kind_leaves_a_whole_checkpoi
     same((whole.params(state), whole.opt_state(state)), (other.params(resumed), other.opt_state(resumed)))
 
 
+def test_replicas_that_drift_far_apart_beside_merges_wait_for_them(devices):
+    # The mean of the examples is 0, so that the parameters become small, and noise moves them far at a high rate.
+    data = jaxche.Batches(np.random.default_rng(0).normal(size=(16 * 200, 8)).astype(np.float32), batch_size=16)
+    for rate, waits in ((0.3, True), (0.01, False)):
+        fleet = jaxche.VirtualFleet([20, 50], sync_ms=11.0)
+        one = jaxche.Trainer(
+            lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(rate), "auto", fleet=fleet, replicas=devices[:2]
+        )
+        state, history = one.fit(one.init(jnp.ones(8)), data, epochs=1, progress=False)
+        assert (history[-1].overlap == 0.0) == waits == ("drifted" in one.explain(state))
+        drifts = [info.drift for info in history if info.overlap and not np.isnan(info.drift)]
+        assert len(drifts) > 16
+        assert (np.median(drifts[-16:]) > 0.1) == waits
+
+
 @pytest.mark.parametrize(("overlap", "warns"), [(None, False), (0.5, True)], ids=["chosen", "given"])
 def test_checkpoints_after_each_round_warn_where_overlap_was_given(problem, devices, tmp_path, caplog, overlap, warns):
     one = trainer(problem, devices, ms=(20, 50), overlap=overlap)

@@ -74,6 +74,13 @@ def test_a_loss_that_is_not_finite_names_its_rank(bad):
     assert caught.value.state is before.state
 
 
+def test_merges_that_are_waited_for_are_advised_where_they_run_beside_steps():
+    with pytest.raises(NonFiniteLossError, match="Try a lower learning rate, overlap=0 or tx="):
+        refuse(table(losses=(8.0, math.nan)), before=planned()._replace(overlapped=(1, 1)))
+    with pytest.raises(NonFiniteLossError, match="Try a lower learning rate or tx="):
+        refuse(table(losses=(8.0, math.nan)))
+
+
 def test_a_state_that_is_not_finite_names_its_rank_and_its_batches():
     with pytest.raises(
         NonFiniteLossError, match=r"a state of rank 0 became.*batches 0 to 1 of epoch 0.*are finite"
