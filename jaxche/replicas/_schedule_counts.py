@@ -42,10 +42,10 @@ _PLATEAUS = {
 # Numbers that a user gives and may change in the state.
 _HYPERPARAMS = {"InjectHyperparamsState": ("hyperparams",), "InjectStatefulHyperparamsState": ("hyperparams",)}
 
-# Parameters at the start. Each step makes all parameters anew from these and from sums of gradients.
+# The parameters at the start: each step adds something to these, and nothing to the present ones.
 _CENTERS = {"COCOBState": ("init_particles",), "MadgradState": ("x0",)}
 
-# Moments in a subspace that a replica takes from its own gradients.
+# Moments of projected gradients. Each replica projects its gradients onto a subspace that it computes from them.
 _SUBSPACES = {"GaLoreState": ("base_optimizer_state", "count", "projector")}
 
 # Of threefry, and of the other generators.
@@ -78,28 +78,32 @@ def are_accumulators(opt_state: Any) -> list[bool]:
 
     The mean with a replica that has just applied its own would lose them.
     """
-
-    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _ACCUMULATORS))]
+    return _are(_ACCUMULATORS, opt_state)
 
 
 def are_plateaus(opt_state: Any) -> list[bool]:
     """Whether each leaf is of an ``optax.contrib.reduce_on_plateau``; a merge takes them from one replica."""
-    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _PLATEAUS))]
+    return _are(_PLATEAUS, opt_state)
 
 
 def are_hyperparams(opt_state: Any) -> list[bool]:
     """Whether each leaf is a number that ``optax.inject_hyperparams`` holds, such as a learning rate."""
-    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _HYPERPARAMS))]
+    return _are(_HYPERPARAMS, opt_state)
 
 
 def are_centers(opt_state: Any) -> list[bool]:
-    """Whether each leaf is parameters at the start, from which steps are made anew with sums of gradients."""
-    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _CENTERS))]
+    """Whether each leaf is of the parameters at the start, from which an optimizer computes the next ones."""
+    return _are(_CENTERS, opt_state)
 
 
 def are_subspaces(opt_state: Any) -> list[bool]:
-    """Whether each leaf is of moments in a subspace of its replica's gradients; their mean is in none."""
-    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, _SUBSPACES))]
+    """Whether each leaf is of moments of projected gradients, which replicas project onto different subspaces."""
+    return _are(_SUBSPACES, opt_state)
+
+
+def _are(fields: Mapping[str, Sequence[str]], opt_state: Any) -> list[bool]:
+    """Whether each leaf is in one of these fields of a state."""
+    return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, fields))]
 
 
 def update_in_round(

@@ -155,20 +155,20 @@ def check_moved_params(merge: str, outer: Any, opt_state: str, tx: Any, *trees: 
         return
     for params in trees:
         if paths := stepped_params(tx, params):
-            name, what = ("outer=", "outer=") if outer is not None else ("merge=", "merge='fednova'")
+            what = "merge='fednova'" if outer is None else "outer="
             raise ValueError(
                 f"tx has parameters in its state, opt_state{paths[0]}, and makes its steps from them, as "
                 f"optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; {what} moves the "
-                f"parameters and leaves those at their mean: leave {name} out, or write opt_state='reset'"
+                f"parameters and leaves those at their mean: leave {what} out, or write opt_state='reset'"
             )
 
 
 def check_subspaces(opt_state: str, tx: Any, shapes: Any) -> None:
-    """Refuse to average moments in the subspaces of ``optax.contrib.galore``, which differ between replicas."""
+    """Refuse to average the moments of ``optax.contrib.galore``, which are in another subspace on each replica."""
     if opt_state == "average" and any(are_subspaces(jax.eval_shape(tx.init, shapes))):
         raise ValueError(
-            "tx holds an optax.contrib.galore, whose moments are in a subspace that each replica takes from its own "
-            "gradients, and their mean is in none; write opt_state='local', or policy='sync'"
+            "tx holds an optax.contrib.galore, with which each replica projects its gradients onto a subspace of its "
+            "own; the mean of such moments means nothing; write opt_state='local', or policy='sync'"
         )
 
 

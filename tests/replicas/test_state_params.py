@@ -126,7 +126,10 @@ def test_steps_from_them_need_a_merge(options, line, devices):
     ("options", "line"),
     [
         ({"outer": optax.sgd(0.7)}, "outer= moves the parameters .*: leave outer= out, or write opt_state='reset'"),
-        ({"merge": "fednova"}, "merge='fednova' moves the parameters .*: leave merge= out, or write opt_state='reset'"),
+        (
+            {"merge": "fednova"},
+            "merge='fednova' moves the parameters .*: leave merge='fednova' out, or write opt_state='reset'",
+        ),
     ],
 )
 def test_what_moves_the_parameters_alone_is_refused(options, line, devices):
