@@ -595,9 +595,10 @@ def main() -> int:
         cells = [parse_cell(name, args) for name in args.cells]
     except argparse.ArgumentTypeError as error:
         parser.error(f"--cells: {error}")
-    arms = [name for name in ARMS if args.arms == ["all"] or any(part in name for part in args.arms)]
+    parts = [part for part in args.arms if part not in ARMS]
+    arms = [name for name in ARMS if parts == ["all"] or name in args.arms or any(part in name for part in parts)]
     if not arms:
-        parser.error(f"--arms {' '.join(args.arms)}: no such arm; write all, or parts of {'; '.join(ARMS)}")
+        parser.error(f"--arms {' '.join(args.arms)}: no such arm; write all, or names or parts of {'; '.join(ARMS)}")
     results, grid = Results(args.results), tuple(args.grid or GRIDS[args.task])
     if args.table or args.write:
         text = "\n\n".join(table(results, cell) for cell in cells)

@@ -140,6 +140,7 @@ ARMS = {
         arm("all devices, sync, equal batches", policy="sync", rows="equal"),
         arm(CEILING, summed),
         arm("auto", policy="auto", exchange=0.5),
+        arm("auto, overlap 0", policy="auto", overlap=0),
         arm("auto, int4", policy="auto", wire="int4", exchange=0.5),
         arm("auto, wire auto", policy="auto", wire="auto", exchange=0.5),
         arm("auto, overlap 0.5, int4", policy="auto", overlap=0.5, wire="int4"),
