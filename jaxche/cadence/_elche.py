@@ -117,7 +117,7 @@ class ElChe(CadenceState):
             )
         checked["min_anchor"] = whole_number("min_anchor", self.min_anchor, 0, "ElChe(anchor=10)") or checked["anchor"]
         checked["batch_counts"] = tuple(self.batch_counts) or (self.anchor,) * self.world_size
-        checked["ms_per_batch"] = tuple(self.ms_per_batch) or (0.0,) * self.world_size
+        checked["ms_per_batch"] = tuple(map(float, self.ms_per_batch)) or (0.0,) * self.world_size
         checked["ms_samples"] = tuple(map(tuple, self.ms_samples))
         for name in ("sync_samples", "travel_samples", "exchange_samples"):
             checked[name] = tuple(getattr(self, name))

@@ -31,6 +31,7 @@ from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import (
     advance_by_batches,
     are_accumulators,
+    are_after_several,
     are_plateaus,
     are_schedules,
     counts_of,
@@ -114,7 +115,7 @@ class MergeProgram:
         self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
         self._wire, self._merge = rules.wire, self._parameters if rules.average == "parameters" else self._gradients
         self._tx: Any = with_extra_args(rules.tx)
-        self._schedules = are_schedules(local.opt_state)
+        self._schedules, self._several = are_schedules(local.opt_state), are_after_several(local.opt_state)
         self._accumulates = are_accumulators(local.opt_state)
         codes = rules.wire != "float32" and rules.opt_state == "average"
         coded = are_coded(rules.tx, without_replica_axis(local.params)) if codes else []
@@ -158,9 +159,8 @@ class MergeProgram:
         table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
 
-    def _own_row(self, leaves: list[Any]) -> Any:
-        """The row of this replica in a table of zeros, with its numbers of ``optax.contrib.reduce_on_plateau``."""
-        row = jnp.stack([leaves[i].astype(jnp.float32) for i in self._plateaus])
+    def _own_row(self, row: Any) -> Any:
+        """These numbers of this replica as its row in a table of zeros."""
         table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], row.size), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(row)
 
@@ -216,8 +216,10 @@ class MergeProgram:
             new_counts = measured["counts"] if "counts" in measured else counts_of(end["opt_state"])
             steps = _differences(start["counts"], new_counts)
             payload["counts"] = jnp.stack([steps, steps * weight])
+            payload |= self._own_counts(steps)
         if self._plateaus:
-            payload["plateaus"] = self._own_row(jax.tree.leaves(end["opt_state"]))
+            leaves = jax.tree.leaves(end["opt_state"])
+            payload["plateaus"] = self._own_row(jnp.stack([leaves[i].astype(jnp.float32) for i in self._plateaus]))
         if self._scaling is not None:
             payload |= self._noise_payload(start, measured, weight, examples)
         mean, residual, moments, total = self._means(start, end, delta, payload)
@@ -302,14 +304,24 @@ class MergeProgram:
         for i, (old, count) in enumerate(zip(old_counts, new_counts, strict=True)):
             if self._schedules[i]:
                 # In batches: a step on a part of one counts for that part.
-                host = total["table"][:, 0]
-                part = host[:, _BATCHES].sum() / host[:, _COUNT].sum()
-                count = old + jnp.round(total["counts"][0, i] * part).astype(old.dtype)
+                steps, batches = total["table"][:, 0, _COUNT], total["table"][:, 0, _BATCHES].sum()
+                added = total["counts"][0, i] * batches / steps.sum()
+                if self._several[i]:
+                    # Replicas that share batches update after as many, each at its own time: one of them counts. A sum
+                    # of parts of updates would be rounded in each round.
+                    one = jnp.argmax(steps)
+                    own = total["own_counts"][one, i] * batches / steps[one]
+                    added = jnp.where(batches < steps.sum(), own, added)
+                count = old + jnp.round(added).astype(old.dtype)
             elif self._opt_mode == "average" and not self._keeps_count[i]:
                 mean = total["counts"][1, i] / total["weight"]
                 count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
         return merged
+
+    def _own_counts(self, steps: Any) -> dict[str, Any]:
+        """The steps that this replica has added to each count, where some of these count updates of several batches."""
+        return {"own_counts": self._own_row(steps)} if any(self._several) else {}
 
     def _stayed_finite(self, start: dict[str, Any], merged: dict[str, Any]) -> Any:
         """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
@@ -327,7 +339,8 @@ class MergeProgram:
         if "counts" not in start:
             return {}, psum_buckets(payload, AXIS, exchanges=True)["table"]
         old, new = start["counts"], measured["counts"]
-        payload["counts"] = _differences(old, new)[None]
+        steps = _differences(old, new)
+        payload |= {"counts": steps[None]} | self._own_counts(steps)
         total = psum_buckets(payload, AXIS, exchanges=True)
         return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
 

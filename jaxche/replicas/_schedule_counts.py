@@ -73,6 +73,11 @@ def are_schedules(opt_state: Any) -> list[bool]:
     return [bool(unit) for unit in _schedule_units(opt_state)]
 
 
+def are_after_several(opt_state: Any) -> list[bool]:
+    """Whether each of :func:`counts_of` is of a schedule that counts updates of several batches each."""
+    return [unit == "accumulated" for unit in _schedule_units(opt_state)]
+
+
 def are_accumulators(opt_state: Any) -> list[bool]:
     """Whether each leaf is of gradients that an optimizer accumulates; they stay with their replica at a merge.
 

@@ -280,6 +280,13 @@ def test_arrays_and_lists_give_the_same_plain_numbers(tuner):
     assert json.dumps(arrays.to_dict())
 
 
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_times_may_be_whole_numbers(tuner):
+    whole, plain = (ElChe(2, 10, tuner=tuner, ms_per_batch=ms) for ms in ((20, 50), (20.0, 50.0)))
+    assert whole == plain
+    assert whole.report_timing([200, 400], [10, 10], 5) == plain.report_timing([200, 400], [10, 10], 5)
+
+
 def test_repr_is_short():
     assert repr(ElChe(tuner="steady")) == (
         "ElChe(world_size=2, tuner='steady', batch_counts=(10, 10), ms_per_batch=(0, 0))"

@@ -275,6 +275,19 @@ def test_local_steps_on_parts_of_batches_count_in_schedules(make_problem, device
     assert sum(info.batches for info in history) == 48
 
 
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_updates_from_parts_of_several_batches_count_in_schedules(make_problem, devices, overlap):
+    """Before replicas share batches they take different numbers, so that each updates after other steps than others."""
+    problem = make_problem(examples=16 * 64, batch_size=16)
+    tx = optax.MultiSteps(optax.sgd(optax.linear_schedule(1e-3, 0.0, 32)), 4)
+    one = local_steps(problem, devices, 60.0, jaxche.VirtualFleet([20, 40], sync_ms=5.0), tx=tx, overlap=overlap)
+    state, history = fit(one, problem, epochs=2)
+    assert sum(info.batches for info in history if info.shares) > 100
+    mini_steps, *counts = (x.tolist() for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.int32)
+    assert len(set(mini_steps)) == 2
+    assert counts == [[31, 31], [31, 31]]  # of 32 from 128 batches: the first ones were not shared
+
+
 @pytest.mark.parametrize("batches", [95, 97])
 def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devices, batches):
     """A part of each step does not depend on its rows, so that a step has two batches; an epoch has an odd number."""
