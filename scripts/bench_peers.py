@@ -4,17 +4,20 @@ Every system trains the same model (a perceptron on shifted MNIST digits) from t
 with Adam. A replica is a process whose local steps are padded to a pace, which behaves like a device of that speed.
 With --quota processes are throttled to shares of a core instead: steps take what they compute, about a millisecond, and
 all-reduces of throttled processes far more. Learning rates come from one grid, tuned for each system by the time to the
-target with a seed of its own, on the same held-out examples. Times are wall-clock seconds of training; compilation and
-evaluation are not counted.
+target with a seed of its own, on the same held-out examples. With --annealed they are tuned by the loss at the deadline
+and fall to zero there, along a cosine over the batches that the system trains until then: a run of its own counts them.
+Times are wall-clock seconds of training; compilation and evaluation are not counted.
 
     python scripts/bench_peers.py                                   # fleets of 20/50 and of 20/20/40/80 ms
     python scripts/bench_peers.py --fleet 20,50 --only jaxche alone # two systems on one fleet
     python scripts/bench_peers.py --torch-python venv/bin/python    # an interpreter with torch, torchft, accelerate
+    python scripts/bench_peers.py --annealed --seeds 5              # the loss at a deadline
     python scripts/bench_peers.py --quick                           # jaxche and plain jit for two seconds each
 
 The extra `bench` installs PyTorch. Its wheel on PyPI for Linux (2.15) does not import on a machine without GPU unless
-the CUDA libraries that it requires are installed too: 4.5 GB, without triton, which may be missing. The wheel of
-torchft contains the lighthouse. Systems that cannot be imported are left out, with the reason in one line.
+the CUDA libraries that it requires are installed too: 4.5 GB, without triton, which may be missing. Its builds for CPUs
+need none of them, such as 2.13.0+cpu on PyTorch's own index. The wheel of torchft contains the lighthouse. Systems that
+cannot be imported are left out, with the reason in one line.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from typing import Any
 import numpy as np
 from fleet import fleet, title
 from peers import quota
-from peers.task import Task, at, reached, train, write
+from peers.task import Rate, Task, at, reached, train, write
 
 FLEETS = ((20.0, 50.0), (20.0, 20.0, 40.0, 80.0))
 GRID = (2e-3, 4e-3, 8e-3, 16e-3)
@@ -48,7 +51,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "jaxche sync": {"policy": "sync"},
     "jaxche auto, overlap": {"policy": "auto", "overlap": 0.5},
 }
-PLAIN = ("plain jit", "fast device alone", "fast subset in sync")
+BASELINE, CEILING = "fast device alone", "one device of the summed speed"
+PLAIN = ("plain jit", BASELINE, "fast subset in sync", CEILING)
 # The packages that each of these needs.
 TORCH = {
     "torch DDP": ("torch",),
@@ -69,6 +73,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--target", type=float, default=0.3, help="held-out loss to reach (default %(default)s)")
     parser.add_argument("--deadline", type=float, default=15.0, help="seconds of each run (default %(default)s)")
+    parser.add_argument("--annealed", action="store_true", help="learning rates that fall to zero at the deadline")
     parser.add_argument("--seeds", type=int, default=3, help="seeds besides the one for tuning (default %(default)s)")
     grid = " ".join(f"{rate:g}" for rate in GRID)
     parser.add_argument("--rates", type=float, nargs="+", default=GRID, help=f"learning rates (default {grid})")
@@ -117,9 +122,11 @@ def main() -> int:
         results["fleets"] = fleet_results = {}
         for paces in fleets:
             ran = {name: members(name, paces) for name in chosen if name not in left_out}
+            if args.quota:
+                ran.pop(CEILING, None)  # a share of a core is no speed that can be summed
             rows = compare({name: fleet for name, fleet in ran.items() if fleet}, folder, args)
             fleet_results[title(paces)] = rows
-            print_table(paces, rows, args)
+            (print_deadline if args.annealed else print_table)(paces, rows, args)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1))
     return 0
@@ -198,8 +205,10 @@ def check(spec: Path) -> int:
 def members(name: str, paces: Sequence[float]) -> tuple[float, ...]:
     """The paces of the devices that a system uses; empty if it is another one on this fleet."""
     fast = [pace for pace in paces if pace == min(paces)]
-    if name == "fast device alone":
+    if name == BASELINE:
         return tuple(fast[:1])
+    if name == CEILING:
+        return (1 / sum(1 / pace for pace in paces),)
     if name == "fast subset in sync":
         return tuple(fast) if 1 < len(fast) < len(paces) else ()
     return tuple(paces)
@@ -214,19 +223,31 @@ def ideal(name: str, paces: Sequence[float]) -> float:
 def compare(fleets: dict[str, tuple[float, ...]], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Tune every system, unless there is one rate only, then run all of them seed by seed."""
     rows: dict[str, Any] = {}
+
+    def result(trial: Any) -> tuple[float, ...]:
+        loss = at(trial["curve"], args.deadline, 2)
+        return (loss,) if args.annealed else (reached(trial["curve"], args.target), loss)
+
     for name, paces in fleets.items():
+        batches = None
+        if args.annealed:
+            counted = run(name, paces, [(args.rates[0], TUNING_SEED, None)], folder, args)
+            if counted is None:
+                continue
+            batches = at(counted[0]["curve"], args.deadline, 1)
         if len(args.rates) == 1:
-            rows[name] = {"learning_rate": args.rates[0], "tuning": [], "runs": []}
+            rows[name] = {"learning_rate": args.rates[0], "batches": batches, "tuning": [], "runs": []}
             continue
-        tuned = run(name, paces, [(rate, TUNING_SEED) for rate in args.rates], folder, args)
+        tuned = run(name, paces, [(rate, TUNING_SEED, batches) for rate in args.rates], folder, args)
         if tuned is None:
             continue
-        best = min(tuned, key=lambda trial: (reached(trial["curve"], args.target), trial["curve"][-1][2]))
-        rows[name] = {"learning_rate": best["learning_rate"], "tuning": tuned, "runs": []}
+        best = min(tuned, key=result)
+        rows[name] = {"learning_rate": best["learning_rate"], "batches": batches, "tuning": tuned, "runs": []}
         print(f"tuned {name}: {best['learning_rate']:g}", file=sys.stderr, flush=True)
     for seed in range(args.seeds):
         for name, row in rows.items():
-            row["runs"] += run(name, fleets[name], [(row["learning_rate"], seed)], folder, args) or []
+            trial = row["learning_rate"], seed, row["batches"]
+            row["runs"] += run(name, fleets[name], [trial], folder, args) or []
     return {
         name: row | summary(row["runs"], args) | {"ideal_batches_per_s": ideal(name, fleets[name])}
         for name, row in rows.items()
@@ -247,9 +268,16 @@ def summary(runs: list[Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(
-    name: str, paces: Sequence[float], trials: list[tuple[float, int]], folder: Path, args: argparse.Namespace
+    name: str,
+    paces: Sequence[float],
+    trials: list[tuple[float, int, float | None]],
+    folder: Path,
+    args: argparse.Namespace,
 ) -> list[Any] | None:
-    """Trials (learning rate, seed) of a system, one after the other in the same processes; None if they fail."""
+    """Trials (learning rate, seed, batches until it is zero) of a system, one by one in the same processes.
+
+    None if they fail.
+    """
     from jaxche.cluster import launch
 
     spec = {"system": name, "trials": trials, "task": str(folder / "task.npz"), "out": str(folder / "out.json")}
@@ -310,14 +338,15 @@ def worker(spec: dict[str, Any]) -> int:
         jaxche.initialize()
         from peers import jax_systems
     done = []
-    for rate, seed in spec["trials"]:
+    for peak, seed, batches in spec["trials"]:
+        rate = Rate(peak, batches)
         if name in TORCH:
             system: Any = torch_systems.make(name, task, seed, rate, pace, spec["every"])
         elif name in ARMS:
             system = jax_systems.Jaxche(task, seed, rate, pace, **ARMS[name])
         else:
             system = jax_systems.PlainJit(task, seed, rate, pace)
-        done.append({"learning_rate": rate, "seed": seed, "curve": train(system, task, spec["deadline"])})
+        done.append({"learning_rate": peak, "seed": seed, "curve": train(system, task, spec["deadline"])})
     if rank == 0:
         Path(spec["out"]).write_text(json.dumps(done))
     system.agree(0.0)
@@ -326,11 +355,33 @@ def worker(spec: dict[str, Any]) -> int:
     return 0
 
 
-def print_table(paces: Sequence[float], rows: dict[str, Any], args: argparse.Namespace) -> None:
-    others = [row["median_s"] for name, row in rows.items() if name not in ARMS and row["median_s"] is not None]
+def print_fleet(paces: Sequence[float], args: argparse.Namespace) -> None:
     kind = "steps without padding on shares of cores like" if args.quota else "paces of"
     print(f"\n{kind} {title(paces)} ms; medians of {args.seeds} seed(s) (lowest to highest)")
-    head = f"{'system':<22}{'rate':>7}{f's to loss {args.target:g}':>22}{'to best other':>15}"
+
+
+def print_deadline(paces: Sequence[float], rows: dict[str, Any], args: argparse.Namespace) -> None:
+    print_fleet(paces, args)
+    head = f"{'system':<32}{'rate':>7}{f'loss at {args.deadline:g} s':>24}{'gap closed':>12}"
+    print(f"{head}{'accuracy':>10}{'batches/s':>11} of at most")
+    loss = {name: statistics.median(row["loss"]) for name, row in rows.items()}
+    ends = [loss.get(BASELINE), loss.get(CEILING)]
+    for name, row in rows.items():
+        closed = "-" if None in ends else f"{(ends[0] - loss[name]) / (ends[0] - ends[1]):.0%}"
+        spread = f"{loss[name]:.4f} ({min(row['loss']):.3f}-{max(row['loss']):.3f})"
+        print(
+            f"{name:<32}{row['learning_rate']:>7g}{spread:>24}{closed:>12}{statistics.median(row['accuracy']):>10.3f}"
+            f"{row['batches_per_s']:>11.1f}{'-' if args.quota else format(row['ideal_batches_per_s'], '.1f'):>11}",
+            flush=True,
+        )
+
+
+def print_table(paces: Sequence[float], rows: dict[str, Any], args: argparse.Namespace) -> None:
+    others = [
+        row["median_s"] for name, row in rows.items() if name not in (*ARMS, CEILING) and row["median_s"] is not None
+    ]
+    print_fleet(paces, args)
+    head = f"{'system':<32}{'rate':>7}{f's to loss {args.target:g}':>22}{'to best other':>15}"
     print(head + f"{f'loss at {args.deadline:g} s':>24}{'accuracy':>10}{'batches/s':>11} of at most")
     for name, row in rows.items():
         seconds = [s for s in row["seconds"] if s is not None]
@@ -343,7 +394,7 @@ def print_table(paces: Sequence[float], rows: dict[str, Any], args: argparse.Nam
             ratio = f"{row['median_s'] / min(others):.2f}" if others else "-"
         loss = f"{statistics.median(row['loss']):.3f} ({min(row['loss']):.3f}-{max(row['loss']):.3f})"
         print(
-            f"{name:<22}{row['learning_rate']:>7g}{time:>22}{ratio:>15}{loss:>24}"
+            f"{name:<32}{row['learning_rate']:>7g}{time:>22}{ratio:>15}{loss:>24}"
             f"{statistics.median(row['accuracy']):>10.3f}{row['batches_per_s']:>11.1f}"
             f"{'-' if args.quota else format(row['ideal_batches_per_s'], '.1f'):>11}",
             flush=True,

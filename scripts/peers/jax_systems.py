@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from peers.task import WIDTHS, Pace, Task
+from peers.task import WIDTHS, Pace, Rate, Task
 
 import jaxche
 
@@ -50,6 +50,13 @@ def from_list(arrays: list[np.ndarray]) -> Any:
     return {f"Dense_{i}": {"kernel": kernel, "bias": bias} for i, (kernel, bias) in enumerate(pairs)}
 
 
+def adam(rate: Rate, batches_per_update: int = 1) -> optax.GradientTransformation:
+    """Adam at this learning rate, for a schedule that counts batches, or updates of some batches each."""
+    if rate.batches is None:
+        return optax.adam(rate.peak)
+    return optax.adam(optax.cosine_decay_schedule(rate.peak, max(1, round(rate.batches / batches_per_update))))
+
+
 class _OnJax:
     def agree(self, value: float) -> float:
         # Two floats, as JAX has no doubles by default.
@@ -61,11 +68,11 @@ class _OnJax:
 class Jaxche(_OnJax):
     """The trainer; ``knobs`` are its arguments."""
 
-    def __init__(self, task: Task, seed: int, learning_rate: float, pace_ms: float, **knobs: Any):
+    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float, **knobs: Any):
         # The trainer reads its pace from the environment, as every script under `jaxche launch --pace` does.
         # With overlap merges run on the second device of each process.
         replicas = jax.devices()[::2] if "overlap" in knobs else None
-        self._trainer = jaxche.Trainer(loss_fn, optax.adam(learning_rate), seed=seed, replicas=replicas, **knobs)
+        self._trainer = jaxche.Trainer(loss_fn, adam(rate), seed=seed, replicas=replicas, **knobs)
         self._data = jaxche.Batches({"x": task.x, "y": task.y}, task.batch_size, seed)
         state = self._trainer.init(from_list(task.start(seed)))
         for _ in range(WARM_ROUNDS if "policy" in knobs else 1):  # compiles
@@ -91,12 +98,12 @@ class Jaxche(_OnJax):
 class PlainJit(_OnJax):
     """Data parallelism: a local gradient, one all-reduce of it as one flat array, the same update on every process."""
 
-    def __init__(self, task: Task, seed: int, learning_rate: float, pace_ms: float):
+    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float):
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
         self._split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
         self._task, self._seed, self._pace, self._step = task, seed, Pace(pace_ms), 0
         flat, self._unravel = ravel_pytree(from_list(task.start(seed)))
-        tx = optax.adam(learning_rate)
+        tx = adam(rate, jax.process_count())
 
         @jax.jit
         def gradient(flat: Any, batch: Any) -> Any:

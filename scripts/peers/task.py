@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 WIDTHS = (784, 128, 64, 10)
 # Seconds of training between evaluations.
 _EVALUATE_S = 0.4
+
+
+class Rate(NamedTuple):
+    """A learning rate: constant, or with ``batches`` of all replicas a cosine that falls to zero after these."""
+
+    peak: float
+    batches: float | None = None
+
+    def at(self, batches: float) -> float:
+        """The rate after so many batches of all replicas."""
+        if self.batches is None:
+            return self.peak
+        return self.peak * (1 + math.cos(math.pi * min(1.0, batches / self.batches))) / 2
 
 
 class System(Protocol):

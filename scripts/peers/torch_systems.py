@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from peers.task import WIDTHS, Pace, Task
+from peers.task import WIDTHS, Pace, Rate, Task
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -43,28 +43,28 @@ def first_gradient(task: Task, seed: int) -> tuple[float, list[np.ndarray]]:
     return loss.item(), to_list(parameter.grad for parameter in model.parameters())
 
 
-def make(name: str, task: Task, seed: int, learning_rate: float, pace_ms: float, every: int) -> Torch:
+def make(name: str, task: Task, seed: int, rate: Rate, pace_ms: float, every: int) -> Torch:
     kind = {
         "torch DDP": DDP,
         "torchft LocalSGD": TorchFTLocalSGD,
         "torchft DiLoCo": TorchFTDiLoCo,
         "Accelerate LocalSGD": AccelerateLocalSGD,
     }
-    return kind[name](task, seed, learning_rate, pace_ms, every)
+    return kind[name](task, seed, rate, pace_ms, every)
 
 
 class Torch:
     """Local steps of Adam; subclasses make the replicas meet, every ``every`` steps."""
 
-    def __init__(self, task: Task, seed: int, learning_rate: float, pace_ms: float, every: int):
+    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float, every: int):
         torch.set_num_threads(1)
         self.rank, self.replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         self.task, self.seed, self.every = task, seed, every
-        self.pace, self.step = Pace(pace_ms), 0
+        self.pace, self.step, self.rate = Pace(pace_ms), 0, rate
         self.model: Any = model_from(task.start(seed))
-        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), learning_rate)
+        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), rate.peak)
         self.contexts = contextlib.ExitStack()
         self.set_up()
 
@@ -86,6 +86,8 @@ class Torch:
             x, y = self.task.batch(self.seed, self.step * self.replicas + self.rank)
             self.optimizer.zero_grad()
             self.backward(cross_entropy(self.model(torch.from_numpy(x)), torch.from_numpy(y).long()))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate.at(self.step * self.replicas)
             self.optimizer.step()
             self.after_step()
             self.step += 1
