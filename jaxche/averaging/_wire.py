@@ -40,8 +40,8 @@ def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
 
     .. math:: c_k = \mathrm{round}(x_k / s), \qquad s = \max_{k \in \text{block}} |x_k| / c_{\max}
 
-    with the scale :math:`s` in bfloat16. ``"bfloat16"`` has no scales, and ``"float32"`` loses nothing. A block that is
-    not finite decodes to NaN.
+    with the scale :math:`s` in bfloat16, from the finite numbers of the block. The lowest code stands for a number that
+    is not finite, which decodes to NaN. ``"bfloat16"`` has no scales, and ``"float32"`` loses nothing.
 
     With ``cut`` no number grows: codes are rounded towards zero. Then a block without negative numbers, such as second
     moments, which range over many magnitudes, is cut to floats of 4 or 8 bits: powers of 4 down to :math:`4^{-14}` of
@@ -61,29 +61,31 @@ def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
         return to_bytes(_cut_bits(x, 16).astype(jnp.uint16) if cut else x.astype(jnp.bfloat16))
     largest = _LARGEST[wire]
     blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    sizes = jnp.abs(blocks)
+    finite = jnp.isfinite(blocks)
+    sizes = jnp.where(finite, jnp.abs(blocks), 0)
     top = jnp.max(sizes, axis=1)
     exact = top / largest
     scales = lax.bitcast_convert_type(_cut_bits(exact, 16) << 16, jnp.float32) if cut else exact
-    scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, scales, 0)
-    scales = jnp.where(jnp.isfinite(exact), scales, jnp.nan).astype(jnp.bfloat16)
+    scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, scales, 0).astype(jnp.bfloat16)
     wide = scales.astype(jnp.float32)[:, None]
     ratios = jnp.where(wide > 0, (sizes if cut else blocks) / jnp.where(wide > 0, wide, 1), 0)
     scales = lax.bitcast_convert_type(scales, jnp.uint16)
     if not cut:
-        codes = lax.bitcast_convert_type(jnp.clip(jnp.round(ratios), -largest, largest).astype(jnp.int8), jnp.uint8)
+        codes = jnp.clip(jnp.round(ratios), -largest, largest).astype(jnp.int32)
     else:
         codes = jnp.minimum(ratios, largest).astype(jnp.int32)
         # The quotient may have been rounded up.
         codes = codes - (codes.astype(jnp.float32) * wide > sizes).astype(jnp.int32)
         codes = jnp.where(blocks < 0, -codes, codes)
+    codes = jnp.where(finite, codes, -largest - 1)
+    if cut:
         highest = 2 * largest + 1
         bits = _cut_bits(sizes, _CUT_BITS[wire]).astype(jnp.int32)
         lowest = jnp.maximum(_cut_bits(top, _CUT_BITS[wire]).astype(jnp.int32), highest) - highest
-        positive = (jnp.min(blocks, axis=1) >= 0) & jnp.isfinite(top)
+        positive = (jnp.min(blocks, axis=1) >= 0) & jnp.all(finite, axis=1)
         codes = jnp.where(positive[:, None], jnp.maximum(bits - lowest[:, None], 0), codes)
         scales = jnp.where(positive, lowest.astype(jnp.uint16) | jnp.uint16(_IS_FLOATS), scales)
-        codes = (codes & 0xFF).astype(jnp.uint8)
+    codes = (codes & 0xFF).astype(jnp.uint8)
     if wire == "int4":
         codes = codes & 0xF
         codes = codes[:, : BLOCK // 2] | codes[:, BLOCK // 2 :] << 4
@@ -103,7 +105,8 @@ def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
     spare = 8 - WIRES[wire]
     numbers = (lax.bitcast_convert_type(codes, jnp.int8) >> jnp.int8(spare)).astype(jnp.float32)
     scales = from_bytes(scales, jnp.dtype(jnp.uint16))[:, None]
-    numbers = numbers * lax.bitcast_convert_type(scales, jnp.bfloat16).astype(jnp.float32)
+    scaled = numbers * lax.bitcast_convert_type(scales, jnp.bfloat16).astype(jnp.float32)
+    numbers = jnp.where(numbers < -_LARGEST[wire], jnp.nan, scaled)
     floats = (codes >> spare).astype(jnp.uint32)
     bits = (floats + (scales & 0x7FFF).astype(jnp.uint32)) << _CUT_BITS[wire]
     floats = jnp.where(floats > 0, lax.bitcast_convert_type(bits, jnp.float32), 0)
@@ -225,7 +228,8 @@ def exchange_means(
         for one, pieces in zip(own, vectors, strict=True)
     ]
     kept = [decode(x, size, wire) for x, size in zip(data, sizes, strict=True)]
-    return Means(means, sent), jnp.concatenate(due) - jnp.concatenate(kept)
+    rest = jnp.concatenate(due) - jnp.concatenate(kept)
+    return Means(means, sent), jnp.where(jnp.isfinite(rest), rest, 0)
 
 
 def encode_all(vectors: Sequence[Pieces], wire: str) -> list[list[jax.Array]]:

@@ -106,8 +106,9 @@ def coded_sums(
 
     .. math:: m \leftarrow m - Q(m) + \sum_r w_r Q(m_r) / \sum_r w_r
 
-    A replica of weight 0 sends no change, and its residual stays. Complex arrays, the ``moments`` that are not among
-    ``coded_moments``, and ``payload`` with its ``"weight"`` are summed as they are.
+    A replica of weight 0 sends no change, and its residual stays. A moment that is not finite on one of them stays on
+    all. Complex arrays, the ``moments`` that are not among ``coded_moments``, and ``payload`` with its ``"weight"`` are
+    summed as they are.
     """
     (changes, treedef), weight = jax.tree.flatten(delta), payload["weight"]
     unsent, takes_part = jax.tree.leaves(residual.own), weight != 0
@@ -142,7 +143,8 @@ def coded_sums(
         changes[i] = s / weights.astype(s.dtype)
     merged = {i: s / weights.astype(s.dtype) for i, s in total["moments"].items()}
     for i, x, mean, own in zip(coded_moments, kept, means[1], sent[1], strict=True):
-        merged[i] = x - own + mean
+        # As the least values so far, which begin infinite.
+        merged[i] = jnp.where(jnp.isfinite(mean), x - own + mean, moments[i].astype(x.dtype))
     residual = Residual(jax.tree.unflatten(treedef, unsent), part)
     return Means(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
 

@@ -142,12 +142,29 @@ def test_zeros_stay_and_numbers_of_other_blocks_change_nothing(wire):
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_spoils_its_block_and_no_other(wire, bad):
-    x = np.ones(2 * BLOCK, np.float32)
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("others", [0, 1, -1])
+def test_what_is_not_finite_changes_no_other_number(wire, bad, cut, others):
+    x = np.full(2 * BLOCK, others, np.float32)
     x[3] = bad
-    found = sent(x, wire)
-    assert np.isnan(found[:BLOCK]).all()
-    np.testing.assert_allclose(found[BLOCK:], 1, rtol=2**-7)
+    found = sent(x, wire, cut)
+    assert np.flatnonzero(np.isnan(found)).tolist() == [3]
+    np.testing.assert_allclose(np.delete(found[:BLOCK], 3), others, rtol=2**-6)
+    np.testing.assert_array_equal(found[BLOCK:], sent(np.full(BLOCK, others, np.float32), wire, cut))
+
+
+@pytest.mark.parametrize("wire", CODED)
+def test_what_was_not_finite_leaves_nothing_to_send(wire):
+    x = np.ones((3, 200), np.float32)
+    x[1, 150] = np.inf
+    none = jnp.zeros((3, part_size(200, 3)))
+
+    def body(change, part):
+        return exchange_means([[change]], jnp.ones(3), part, "r", wire)
+
+    found, part = replicas(body, x, none)
+    assert np.flatnonzero(~np.isfinite(found.means[0][0]).all(0)).tolist() == [150]
+    assert np.isfinite(part).all()
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])

@@ -349,6 +349,30 @@ def test_numbers_that_are_not_finite_are_refused_and_the_state_stays(problem, ad
     trainer.round(error.value.state, problem.data, counts=(1,) * count)
 
 
+@pytest.mark.parametrize("wire", CODED)
+@pytest.mark.parametrize("count", [2, 3])
+def test_moments_that_are_infinite_on_a_replica_stay_and_change_no_others(devices, train_rounds, wire, count):
+    """As the least of each gradient so far, before its first one."""
+
+    def update(grads, least, params):
+        least = jax.tree.map(lambda m, g: jnp.where(g > 0, jnp.minimum(m, g), m), least, grads)
+        return jax.tree.map(jnp.zeros_like, grads), least
+
+    tx = optax.GradientTransformation(lambda params: jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params), update)
+    data = [np.full((1, 300), 2.0**i, np.float32) for i in range(2 * count)]
+    for i, batch in enumerate(data):
+        batch[:, 0] = 0.0  # nowhere
+        batch[:, 1] = float(i == 0)  # on a replica, in the first round
+    steps = [(1,) * count, (1,) * count]
+    _, state, _ = train_rounds(
+        linear, {"w": np.zeros(300, np.float32)}, [{"w": x} for x in data], devices[:count], steps, tx=tx, wire=wire
+    )
+    rows = np.asarray(state.opt_state["w"])
+    assert np.isinf(rows[:, 0]).all()
+    assert rows[:, 1].tolist() == [1.0, *[np.inf] * (count - 1)]
+    assert np.isfinite(rows[:, 2:]).all()
+
+
 def test_bytes_are_those_of_the_program(slopes, linear_trainer):
     """With two replicas, each sends all numbers once, also in an all-reduce. No block has numbers of two arrays."""
     params, data = slopes
