@@ -278,6 +278,8 @@ class MergeProgram:
         moments = {}
         if self._opt_mode == "average":
             leaves = jax.tree.leaves(end["opt_state"])
+            # The flags of a replica without steps become those of the others, as its moments do: each has a vote.
+            leaves = [x.astype(jnp.float32) if x.dtype == bool else x for x in leaves]
             moments = {
                 i: x for i, x in enumerate(leaves) if is_float(x) and not (self._accumulates[i] or i in self._plateaus)
             }
@@ -404,7 +406,7 @@ def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:
     """The tree with some of its leaves changed, by number, in their own dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     for i, leaf in changed.items():
-        leaves[i] = leaf.astype(leaves[i].dtype)
+        leaves[i] = leaf > 0.5 if leaves[i].dtype == bool else leaf.astype(leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves)
 
 

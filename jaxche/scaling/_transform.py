@@ -204,12 +204,22 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
 
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """The transformation with extra arguments in its update, which ignores those that it does not need."""
+    """The transformation with extra arguments in its update, which ignores those that it does not need.
+
+    Its states are of arrays: those of ``tx`` may have Python's numbers.
+    """
     # optax.with_extra_args_support drops the extra arguments of a MultiSteps, and of its gradient_transformation().
-    if isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps):
-        steps: Any = tx.update.__self__
-        return optax.GradientTransformationExtraArgs(steps.init, steps.update)
-    return optax.with_extra_args_support(tx)
+    steps = getattr(tx.update, "__self__", None)
+    wide: Any = steps if isinstance(steps, optax.MultiSteps) else optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.asarray, wide.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        updates, state = wide.update(updates, state, params, **extra_args)
+        return updates, jax.tree.map(jnp.asarray, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _made_update(before: Any, after: Any) -> Any:

@@ -132,6 +132,32 @@ def test_integers_and_keys_in_model_state_stay_each_replicas_own(devices):
     assert (keys[0] != keys[1]).any()
 
 
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_flags_of_the_optimizer_are_those_of_most_steps(problem, devices, train_rounds, wire):
+    """Whether the first update is still to come, where moments come from other replicas too."""
+    tx = optax.MultiSteps(optax.contrib.dog(init_step=("learning_rate", 0.01)), 2)
+    for counts, flag in (((0, 2), False), ((1, 3), False), ((1, 1), True)):
+        _, state, _ = train_rounds(problem.loss, problem.params, problem.data, devices[:2], [counts], tx, wire=wire)
+        assert state.opt_state.inner_opt_state[1].is_init_step.tolist() == [flag, flag], counts
+
+
+@pytest.mark.parametrize("options", [{"opt_state": "average"}, {"opt_state": "reset"}, {"policy": "sync"}], ids=str)
+def test_numbers_of_python_in_an_optimizer_state_become_arrays(problem, devices, options):
+    def update(grads, state, params):
+        rate = jnp.where(state["first"], 0.1, state["rate"])
+        return jax.tree.map(lambda g: -rate * g, grads), {"first": False, "rate": 0.2, "steps": state["steps"] + 1}
+
+    tx = optax.GradientTransformation(lambda params: {"first": True, "rate": 0.1, "steps": 0}, update)
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:2], **options)
+    state = trainer.init(problem.params)
+    for _ in range(2):
+        state, info = trainer.round(state, problem.data)
+    assert np.isfinite(info.loss)
+    first, rate = (True, 0.1) if options == {"opt_state": "reset"} else (False, 0.2)
+    assert state.opt_state["first"].tolist() == [first] * 2
+    np.testing.assert_allclose(state.opt_state["rate"], rate)
+
+
 def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_finite(problem, devices):
     """Its optimizer's state, its statistics and its parameters weigh nothing."""
 
