@@ -8,6 +8,7 @@ from jaxche.averaging._outer import outer_init, outer_step
 from jaxche.averaging._statistics import from_moments, to_moments
 from jaxche.averaging._trees import Weighted
 from jaxche.averaging._trees import add_weighted as add_weighted
+from jaxche.averaging._trees import change as change
 from jaxche.averaging._trees import escape_name as escape_name
 from jaxche.averaging._trees import is_float as is_float
 from jaxche.averaging._trees import path_names as path_names

@@ -48,6 +48,16 @@ def sum_dtype(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
+def change(new: Any, old: Any) -> Any:
+    """``new - old`` of floats, in the dtypes in which they are summed; 0 for a number that stays infinite."""
+
+    def difference(a: Any, b: Any) -> Any:
+        a, b = (x.astype(sum_dtype(x.dtype)) for x in (a, b))
+        return jnp.where(a == b, 0, a - b)
+
+    return jax.tree.map(difference, new, old)
+
+
 def zero_sums(tree: Any) -> Any:
     """Zeros like a tree of floats, in the dtypes in which it is summed."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), tree)

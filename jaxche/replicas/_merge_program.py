@@ -13,12 +13,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import (
+    change,
     from_moments,
     is_float,
     measure_drift,
     outer_step,
     psum_buckets,
-    sum_dtype,
     to_moments,
     weighted,
 )
@@ -202,7 +202,7 @@ class MergeProgram:
         x0, x = start["params"], end["params"]
         batches = _trained(examples, host[0, 0, _BATCHES])
         weight = self._weight(sums, host[0, 0, _COUNT], batches)
-        delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
+        delta = change(x0, x)
         statistics, finish = self._statistics(end, examples)
         payload = {
             "weight": weight,
@@ -411,8 +411,9 @@ def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:
 
 
 def _square_norm(tree: Any) -> Any:
-    squares = [jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
-    return jnp.sum(jnp.stack(squares))
+    """The sum of squares of all floats but those that are infinite, as in the parameters of a mask."""
+    sizes = [jnp.where(jnp.isinf(x), 0, jnp.abs(x)) for x in jax.tree.leaves(tree) if is_float(x)]
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square(x), dtype=jnp.float32) for x in sizes]))
 
 
 def _fednova_step(counts: Any) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import is_float, sum_dtype
+from jaxche.averaging import change, is_float
 from jaxche.data import Threads, called_now
 from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
@@ -92,13 +92,10 @@ def corrected(local: LocalState, carry: Carry, merged: LocalState) -> Carry:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_state: Any) -> tuple[Any, Any]:
-    def one(x: Any, y: Any, m: Any) -> Any:
-        wide = sum_dtype(x.dtype)
-        return (x.astype(wide) + (m.astype(wide) - y.astype(wide))).astype(x.dtype)
-
     # A copy, because the next step takes the buffers of the carry.
     newest = jax.tree.map(lambda x, m: jnp.copy(m) if is_float(x) else x, model_state, merged_state)
-    return jax.tree.map(one, params, snapshot, mean), newest
+    moved = change(mean, snapshot)
+    return jax.tree.map(lambda x, c: (x.astype(c.dtype) + c).astype(x.dtype), params, moved), newest
 
 
 class Exchanged(NamedTuple):

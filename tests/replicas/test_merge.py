@@ -141,6 +141,24 @@ def test_flags_of_the_optimizer_are_those_of_most_steps(problem, devices, train_
         assert state.opt_state.inner_opt_state[1].is_init_step.tolist() == [flag, flag], counts
 
 
+@pytest.mark.parametrize("options", [{}, {"wire": "int4"}, {"overlap": 0.5}, {"outer": optax.sgd(0.7, 0.9)}], ids=str)
+def test_parameters_that_are_infinite_stay_and_count_as_no_movement(devices, train_rounds, options):
+    """As the scores of transitions that cannot be."""
+
+    def loss(params, batch):
+        return -jnp.mean(jax.nn.log_softmax(params["scores"])[batch])
+
+    scores = jnp.log(jnp.array([0.5, 0.3, 0.2, 0.0]))
+    data, rounds = [np.array([0, 1, 0, 2])] * 12, [(2, 1)] * 3
+    trained = train_rounds(loss, {"scores": scores}, data, devices[:2], rounds, tx=optax.sgd(0.1, 0.9), **options)
+    found = np.asarray(trained[1].params["scores"])
+    assert np.isneginf(found[:, 3]).all()
+    without = train_rounds(loss, {"scores": scores[:3]}, data, devices[:2], rounds, tx=optax.sgd(0.1, 0.9), **options)
+    np.testing.assert_allclose(found[:, :3], without[1].params["scores"], rtol=1e-5)
+    for one, other in zip(trained[2], without[2], strict=True):
+        np.testing.assert_allclose((one.drift, one.drift_dir), (other.drift, other.drift_dir), rtol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"opt_state": "average"}, {"opt_state": "reset"}, {"policy": "sync"}], ids=str)
 def test_numbers_of_python_in_an_optimizer_state_become_arrays(problem, devices, options):
     def update(grads, state, params):
