@@ -141,7 +141,11 @@ def test_flags_of_the_optimizer_are_those_of_most_steps(problem, devices, train_
         assert state.opt_state.inner_opt_state[1].is_init_step.tolist() == [flag, flag], counts
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "int4"}, {"overlap": 0.5}, {"outer": optax.sgd(0.7, 0.9)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"wire": "int4"}, {"overlap": 0.5}, {"outer": optax.sgd(0.7, 0.9)}],
+    ids=["plain", "int4", "overlap", "outer"],
+)
 def test_parameters_that_are_infinite_stay_and_count_as_no_movement(devices, train_rounds, options):
     """As the scores of transitions that cannot be."""
 
