@@ -115,6 +115,9 @@ def pytest_collection_modifyitems(items):
 
     Every third file is one of real processes, which wait as much as they compute: side by side they leave cores idle.
     """
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: the address differs between processes that run tests; give ids=")
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: slow[path], reverse=True)
     waiting = [path for path in files if path.parent.name == "multiprocess"]
