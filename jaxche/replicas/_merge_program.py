@@ -309,8 +309,8 @@ class MergeProgram:
                 steps, batches = total["table"][:, 0, _COUNT], total["table"][:, 0, _BATCHES].sum()
                 added = total["counts"][0, i] * batches / steps.sum()
                 if self._several[i]:
-                    # Replicas that share batches update after as many, each at its own time: one of them counts. A sum
-                    # of parts of updates would be rounded in each round.
+                    # Replicas that share batches make as many updates, but in different rounds. Those of one replica
+                    # are counted, because a sum of fractions of updates would be rounded in every round.
                     one = jnp.argmax(steps)
                     own = total["own_counts"][one, i] * batches / steps[one]
                     added = jnp.where(batches < steps.sum(), own, added)
