@@ -23,7 +23,7 @@ from jaxche.messages import brief
 from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
 from jaxche.reports import RoundInfo
 from jaxche.scaling import AdamScale
-from jaxche.sharding import check_transform
+from jaxche.sharding import RNG_NAMES, check_transform, wanted_names
 
 _log = logging.getLogger("jaxche")
 
@@ -383,6 +383,18 @@ def check_metrics_of_model(loss_fn: Any) -> None:
             'totals, and leaves counts. Return the numbers from loss_fn, return loss, {"accuracy": accuracy}, and the '
             "history has their means",
             stacklevel=4,
+        )
+
+
+def warn_of_unused_model_state(loss_fn: Any, model_state: Any) -> None:
+    """Log that no step reads or changes the model state, because the loss function does not take it."""
+    if jax.tree.leaves(model_state) and "model_state" not in wanted_names(
+        loss_fn, "params, batch", (*RNG_NAMES, "model_state")
+    ):
+        _log.warning(
+            "trainer.init got model_state=, and loss_fn does not take it: training neither reads nor changes it. Write "
+            "def loss_fn(params, batch, model_state), which returns (loss, (metrics, new_model_state)); for a linen "
+            "module jaxche.linen_loss(module, loss_fn) does that"
         )
 
 

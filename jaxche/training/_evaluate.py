@@ -28,7 +28,7 @@ from jaxche.training._state import TrainerState
 _IN_FLIGHT = 2
 _NO_MORE = object()
 # More batches than any data set has that ends: Grain's repeat() gives one the length of sys.maxsize.
-_ENDLESS = 2**48
+MOST_BATCHES = 2**48
 # Programs that a trainer keeps.
 _PROGRAMS = 4
 
@@ -298,7 +298,7 @@ def check_evaluation(trainer: Rounds, state: TrainerState, data: Any, program: M
 def number_of_batches(data: Any, group: Group) -> int | None:
     """The number of batches; None for a stream."""
     if not is_stream(data):
-        if (size := checked_length(data)) > _ENDLESS:
+        if (size := checked_length(data)) > MOST_BATCHES:
             raise ValueError(
                 f"data has {size:,} batches, as a data set that repeats without end, and an evaluation reads each of "
                 "them; leave out .repeat()"

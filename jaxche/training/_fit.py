@@ -20,6 +20,7 @@ from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
 from jaxche.training._checks import checked_callbacks
 from jaxche.training._evaluate import (
+    MOST_BATCHES,
     MetricProgram,
     batches_of,
     check_evaluation,
@@ -360,6 +361,11 @@ class _Arguments(NamedTuple):
             limits = limits | {"epochs": 1}
         end = End.of_fit(state, **limits)
         size = trainer._readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
+        if size > MOST_BATCHES and [name for name, value in limits.items() if value is not None] == ["epochs"]:
+            raise ValueError(
+                f"epochs={limits['epochs']}, and an epoch of this data has {size:,} batches, as of a data set that "
+                "repeats without end; leave out .repeat(), or write max_steps=1000 in place of epochs="
+            )
         self._warn_of_equal_epochs(state, end, size, trainer._group.is_leader)
         if trainer._group.is_leader and isinstance(self.data, tuple) and (line := line_for_two_arrays(self.data)):
             _log.warning("%s; if they are two batches, write data=list(data)", line)

@@ -36,7 +36,7 @@ from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.sharding import check_params, check_update
 from jaxche.stages import check_stage_params
-from jaxche.training._checks import check_bits, check_metrics_of_model
+from jaxche.training._checks import check_bits, check_metrics_of_model, warn_of_unused_model_state
 from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
     check_accumulators,
@@ -182,6 +182,8 @@ class Rounds:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if model_state is not None:
             check_model_state_of(tx, shapes, model_state)
+            if self._group.is_first:
+                warn_of_unused_model_state(settings.loss_fn, model_state)
         check_bits({"loss_fn": settings.loss_fn, "model_state": model_state}, settings.placements)
         if opt_state is not None:
             check_opt_state(tx, shapes, opt_state, settings.staged)

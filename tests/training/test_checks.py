@@ -149,3 +149,23 @@ def test_arrays_of_less_than_a_byte_a_number_are_refused_at_the_start(devices, d
 def test_other_devices_may_take_arrays_of_less_than_a_byte_a_number():
     placement = SimpleNamespace(devices=np.array([[SimpleNamespace(platform="gpu")]], object))
     check_bits({"model_state": {"q": jnp.ones(2, jnp.int4), "key": jax.random.key(0)}}, [placement])
+
+
+def with_statistics(params, batch, model_state):
+    return jnp.mean((batch @ params) ** 2), ({}, model_state)
+
+
+@pytest.mark.parametrize(
+    ("loss", "model_state", "warns"),
+    [
+        (lambda params, batch: jnp.mean((batch @ params) ** 2), {"mean": jnp.zeros(3)}, True),
+        (lambda params, batch, **named: jnp.mean((batch @ params) ** 2), {"mean": jnp.zeros(3)}, True),
+        (lambda params, batch: jnp.mean((batch @ params) ** 2), {}, False),
+        (with_statistics, {"mean": jnp.zeros(3)}, False),
+        (jax.tree_util.Partial(with_statistics), {"mean": jnp.zeros(3)}, False),
+    ],
+    ids=["ignored", "named", "empty", "taken", "partial"],
+)
+def test_a_model_state_that_the_loss_does_not_take_is_logged(loss, model_state, warns, devices, caplog):
+    jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1]).init(jnp.zeros(3), model_state=model_state)
+    assert ("Write def loss_fn(params, batch, model_state)" in caplog.text) == warns

@@ -312,6 +312,22 @@ def test_bad_epochs_are_named(trainer, problem, epochs):
         trainer.fit(trainer.init(problem.params), problem.data, epochs=epochs)
 
 
+def test_epochs_of_data_without_an_end_are_refused_unless_another_limit_ends_the_fit(problem, devices):
+    class Repeated:
+        def __len__(self):
+            return sys.maxsize
+
+        def __getitem__(self, i):
+            return problem.data[i % len(problem.data)]
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    start = trainer.init(problem.params)
+    with pytest.raises(ValueError, match=r"epochs=3, .* 9,223,.* leave out \.repeat\(\), or write max_steps=1000"):
+        trainer.fit(start, Repeated(), epochs=3, progress=False)
+    state, _ = trainer.fit(start, Repeated(), epochs=3, max_steps=20, progress=False)
+    assert state.steps == 20
+
+
 FLEET = jaxche.VirtualFleet([20.0, 50.0], sync_ms=5.0)
 
 
