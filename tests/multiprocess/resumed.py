@@ -132,8 +132,11 @@ def admit_amid_epochs(cursors):
     _elastic_group.ElasticGroup.candidates = lambda self: candidates(self) if cursors[-1] < 8 else {}
 
 
-def callback(what, round, world):
-    """What happens in the callback after a round, on one rank, unless the run was started again."""
+def callback(what, round, world, merged):
+    """What happens in the callback after a round, on one rank, unless the run was started again.
+
+    In the folder ``merged`` each process leaves a file after that round.
+    """
     rounds_here, victim = [], victim_of(what)
 
     def call(state, info):
@@ -147,12 +150,17 @@ def callback(what, round, world):
         rounds_here.append(info.round)
         if what.startswith("FULL") and info.round == round + 2 and "last" not in what:
             empty_disk()
-        if info.round != round or jax.process_index() != victim or restart:
+        if info.round != round or restart:
+            return False
+        merged.mkdir(exist_ok=True)
+        (merged / str(jax.process_index())).touch()
+        if jax.process_index() != victim:
             return False
         name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL").replace("END", "KILL")
         if name == "MERGE":
             die_in_merge()
         if name in ("KILL", "TERM", "STOP"):
+            wait_for_others(merged)
             signal.raise_signal(getattr(signal, f"SIG{name}"))
         elif name == "FULL":
             fill_disk("folders" in what)
@@ -163,6 +171,12 @@ def callback(what, round, world):
         return what == "stop"
 
     return call
+
+
+def wait_for_others(merged):
+    """Until all processes have ended the round: else its merge may lose what the dying one still sends, and fail."""
+    while len(os.listdir(merged)) < jax.process_count():
+        time.sleep(0.01)
 
 
 def victim_of(what):
@@ -365,7 +379,7 @@ def main(what, round, folder, rules="plain"):
         trainer.init(problem.params),
         data,
         epochs,
-        callbacks=[note, callback(what, int(round), world)],
+        callbacks=[note, callback(what, int(round), world, Path(f"{folder}-merged"))],
         progress=False,
         checkpoints=checkpoints,
         validation=Deadly(problem.data, rounds) if "evaluates" in what else None,
