@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html
 import math
 import statistics
@@ -96,7 +97,7 @@ class Advice:
             return part + 'policy="sync"'
         anchor = min(n for n in self.best.counts if n)
         che = f"che=jaxche.ElChe(world_size={len(ranks)}, anchor={anchor}, max_anchor={anchor})"
-        return f'{part}average="{self.average}", {che}'
+        return f'{part}policy="cadence", average="{self.average}", {che}'
 
     @property
     def summary(self) -> str:
@@ -186,6 +187,7 @@ def advise(
     merge: str = "steps",
     now: Sequence[float] = (),
     max_anchor: int = 200,
+    max_batches: int | None = None,
 ) -> Advice:
     r"""Find the counts with the largest goodput at the current noise and speeds.
 
@@ -218,6 +220,8 @@ def advise(
       now: the current counts; default: one step each.
       max_anchor: largest number of steps of the slowest replica. For a single replica: the largest multiple of its
         batch; its time is assumed to be proportional.
+      max_batches: largest number of batches in a round, all replicas together: those in an epoch, as a round ends with
+        the epoch. None for no limit.
 
     Returns:
       An :class:`Advice`.
@@ -249,7 +253,7 @@ def advise(
         8:4    384        85.0       4,518       73.8%      3,334
        16:8    768       165.0       4,655       57.4%      2,672
         1:0     32        10.0       3,200      100.0%      3,200
-      write: average="gradients", che=jaxche.ElChe(world_size=2, anchor=2, max_anchor=2)
+      write: policy="cadence", average="gradients", che=jaxche.ElChe(world_size=2, anchor=2, max_anchor=2)
     """
     for name, value, allowed in (("average", average, ("parameters", "gradients")), ("merge", merge, MERGE_RULES)):
         if value not in allowed:
@@ -263,6 +267,8 @@ def advise(
     if len(now) and not (all(math.isfinite(n) and n >= 0 for n in now) and any(now)):
         raise ValueError(f"now={now!r} must be steps of each replica, at least one in all; write e.g. now=(5, 2)")
     max_anchor = whole_number("max_anchor", max_anchor, 1, "max_anchor=200")
+    if max_batches is not None:
+        max_batches = whole_number("max_batches", max_batches, 1, "max_batches=len(data)")
     numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size}
     for name, value in (numbers | {f"ms_per_batch[{i}]": t for i, t in enumerate(times)}).items():
         if not (math.isfinite(value) and value > 0):
@@ -285,7 +291,8 @@ def advise(
         rate = examples / ms * 1e3
         return Choice(tuple(counts), batch, ms, rate, efficiency, rate * efficiency)
 
-    choices = [choice(counts) for counts in _candidates(times, max_anchor)]
+    candidates = _candidates(times, max_anchor)
+    choices = [choice(counts) for counts in candidates if max_batches is None or sum(counts) <= max_batches]
     current = choice(tuple(now) or (1,) * len(times))
     most = max(c.goodput for c in (*choices, current))
     best = min((c for c in (*choices, current) if c.goodput >= (1 - _CLOSE) * most), key=lambda c: sum(c.counts))
@@ -327,7 +334,19 @@ def advise_from(history: Sequence[RoundInfo], max_anchor: int) -> Advice:
         # A round of a single replica is many updates of a batch each.
         now=statistics.mode(tuple(round(n, 2) for n in own) for own in done) if world > 1 else (1,),
         max_anchor=max_anchor,
+        max_batches=_epoch_batches(history),
     )
+
+
+def _epoch_batches(history: Sequence[RoundInfo]) -> int:
+    """The batches of the longest epoch in a history, or of the part of it that the history has."""
+    first: dict[int, int] = {}
+    ran: collections.Counter[int] = collections.Counter()
+    for info in history:
+        first.setdefault(info.epoch, info.cursor)
+        ran[info.epoch] += info.batches
+    # With the policy "async" the last round of an epoch may run batches of the next one.
+    return max(first[epoch] + n - first.get(epoch + 1, 0) for epoch, n in ran.items())
 
 
 def _batches_done(info: RoundInfo) -> tuple[float, ...]:

@@ -151,7 +151,8 @@ class History(RoundList):
     def advice(self, max_anchor: int = 200) -> Advice:
         """Find the counts with the largest goodput, from the noise, speeds and merge costs of :attr:`last_ranks`.
 
-        :func:`jaxche.reports.advise` has the equations and their limits.
+        :func:`jaxche.reports.advise` has the equations and their limits. No round has more batches than
+        the longest epoch of these rounds.
 
         Args:
           max_anchor: largest number of steps of the slowest replica between two merges.

@@ -191,6 +191,7 @@ def test_arguments_for_fewer_replicas_and_single_steps():
         ({"max_anchor": 0}, "max_anchor=0"),
         ({"ms_per_batch": []}, r"ms_per_batch=\[\] and now=.* need one entry for each replica"),
         ({"max_anchor": 1.5}, "max_anchor=1.5 must be a whole number"),
+        ({"max_batches": 0}, "max_batches=0 must be"),
         ({"now": (0, 0)}, r"now=\(0, 0\) must be steps"),
         ({"now": (-1, 1)}, r"now=\(-1, 1\) must be steps"),
         ({"now": (math.nan, 1)}, r"now=\(nan, 1\) must be steps"),
@@ -272,3 +273,51 @@ def test_rows_by_speed_count_as_parts_of_batches(histories):
     ).advice()
     assert by_rows.choices == whole.choices
     assert "1.5:0.5" in by_rows.table()
+
+
+def test_no_round_is_longer_than_an_epoch():
+    """At this noise and merge cost the longest round is best. Ones of 8 + 4 and of 10 + 5 batches are next to 14."""
+    dear = {"average": "parameters", "sync_ms": 500.0}
+    assert sum(given_noise(1e5, **dear).best.counts) > 14
+    advice = given_noise(1e5, max_batches=14, **dear)
+    assert max(sum(choice.counts) for choice in advice.choices) == 12
+    assert advice.best.counts in {c.counts for c in advice.choices}
+    assert [c.counts for c in given_noise(1e5, max_batches=1, **dear).choices] == [(1, 0)]
+    single = given_noise(1e5, ms_per_batch=[10.0], max_batches=14)
+    assert max(choice.counts for choice in single.choices) == (14,)
+
+
+def test_batches_of_an_epoch_are_those_of_the_history():
+    """Five batches in an epoch, by rounds that end with it and by rounds that run on into the next epoch."""
+
+    def history(*rounds):
+        common = {"weights": (1.0,), "wall_ms": (30.0,), "sync_ms": 0.0, "loss": 1.0, "metrics": {}}
+        common |= {"drift": 0.1, "drift_dir": 0.1, "losses": (1.0,), "anchor": 1, "verdict": "calm"}
+        common |= {"noise": 1e5, "base_batch_size": 8.0, "progress": 1.0}
+        return jaxche.History(
+            jaxche.reports.RoundInfo(i, epoch, cursor, counts=(n,), planned=(n,), examples=8 * n, **common)
+            for i, (epoch, cursor, n) in enumerate(rounds)
+        )
+
+    def longest(rounds):
+        return max(sum(choice.counts) for choice in rounds.advice().choices)
+
+    ends_with_it = history((0, 0, 3), (0, 3, 2), (1, 0, 3))
+    assert longest(ends_with_it) == 5
+    assert longest(ends_with_it[1:]) == 5
+    assert longest(ends_with_it[2:]) == 3  # all that this one has
+    runs_on = history((0, 0, 4), (0, 4, 4), (1, 3, 2))
+    assert longest(runs_on) == 5
+
+
+@pytest.mark.parametrize("policy", ["auto", "sync", "cadence", "async"])
+def test_the_line_to_write_makes_a_trainer_of_any_policy(policy):
+    """The line has all arguments that set the counts, so it replaces those of the run."""
+    advice = given_noise(2000, now=(1, 1))
+    arguments = eval(f"dict({advice.line})", {"jaxche": jaxche})
+    options = {"policy": policy, "replicas": jax.devices()[:2]} | arguments
+    trainer = jaxche.Trainer(lambda w, x: jax.numpy.mean((x - w) ** 2), optax.sgd(0.05), **options)
+    assert trainer.policy is jaxche.ApplyPolicy.CADENCE
+    che = trainer.init(np.zeros(4, np.float32)).che
+    assert che is not None
+    assert che.batch_counts == (min(advice.best.counts),) * 2
