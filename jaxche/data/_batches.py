@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
 from jaxche.data._checks import is_nondeterministic, refuse_other_length, sequence_of
-from jaxche.messages import brief, short_traceback
+from jaxche.messages import brief, short_traceback, type_of
 from jaxche.sharding import batch_size, check_range, without_axes
 
 
@@ -38,13 +38,13 @@ def checked_length(data: Any) -> int:
     if len({(x.ndim, str(getattr(x, "dtype", "")).rstrip("0123456789")) for x in arrays}) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in arrays)
         raise ValueError(
-            f"data is a {type(data).__name__} of arrays of the shapes {shapes}, each of which would be a batch; write "
+            f"data is {type_of(data)} of arrays of the shapes {shapes}, each of which would be a batch; write "
             "jaxche.Batches((x, y), batch_size=32), with the arrays as (x, y)"
         )
     several = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
     if any(isinstance(one, Batches) for one in several):
         raise ValueError(
-            f"data is a {type(data).__name__} of data sets, and one is expected; evaluate the others one by one, by "
+            f"data is {type_of(data)} of data sets, and one is expected; evaluate the others one by one, by "
             "trainer.evaluate(state, other), also in a callback of fit"
         )
     if isinstance(data, Mapping) and type(data).__module__.partition(".")[0] == "datasets":
@@ -56,7 +56,7 @@ def checked_length(data: Any) -> int:
     if (isinstance(data, Mapping) and 0 not in data) or (isinstance(data, tuple) and hasattr(data, "_fields")):
         names = list(getattr(data, "_fields", data))
         raise ValueError(
-            f"data is a {type(data).__name__} of {', '.join(map(repr, names[:8]))}, not a sequence of batches; write "
+            f"data is {type_of(data)} of {', '.join(map(repr, names[:8]))}, not a sequence of batches; write "
             "jaxche.Batches(arrays, batch_size=32)"
         )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -66,7 +66,7 @@ def checked_length(data: Any) -> int:
                 "jaxche.Stream(lambda epoch: batches(epoch)), with it as batches"
             )
         raise ValueError(
-            f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
+            f"data is {type_of(data)}; the trainer needs len(data) and data[i], e.g. "
             "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset; or an iterable of batches"
         )
     if type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features"):

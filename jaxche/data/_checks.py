@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.messages import brief
+from jaxche.messages import brief, type_of
 
 
 def sequence_of(data: Any, epoch: int) -> Any:
@@ -53,7 +53,7 @@ def line_for_two_arrays(data: Any) -> str:
     if rows != other:
         return ""
     return (
-        f"data is a {type(data).__name__} of two arrays of {rows} rows, each of which is taken as a batch; if they are "
+        f"data is {type_of(data)} of two arrays of {rows} rows, each of which is taken as a batch; if they are "
         "x and y, write jaxche.Batches((x, y), batch_size=32)"
     )
 

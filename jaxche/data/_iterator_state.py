@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxche.messages import type_of
+
 _TAG = "jaxche"
 
 
@@ -29,7 +31,7 @@ def to_json(value: Any) -> Any:
         name = dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: added to NumPy, as bfloat16, whose str is "|V2"
         if not dtype.hasobject and np.dtype(name) == dtype:
             return {_TAG: kind, "dtype": name, "shape": np.shape(value), "data": to_json(value.tobytes())}
-    raise TypeError(f"a {type(value).__name__} has no exact form in JSON")
+    raise TypeError(f"{type_of(value)} has no exact form in JSON")
 
 
 def from_json(value: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxche.cadence import whole_number
 from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
-from jaxche.messages import brief
+from jaxche.messages import brief, type_of
 from jaxche.sharding import batch_size, check_numbers, check_range, without_axes
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
@@ -93,12 +93,12 @@ class Stream:
     def __post_init__(self) -> None:
         if not (_is_iterable(self.source) or callable(self.source)):
             raise ValueError(
-                f"source is a {type(self.source).__name__}; give an iterable of batches, or a function that returns "
+                f"source is {type_of(self.source)}; give an iterable of batches, or a function that returns "
                 "one, e.g. jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         if isinstance(self.source, str | bytes | dict) or hasattr(self.source, "__array__"):
             raise ValueError(
-                f"source is a {type(self.source).__name__}, not an iterable of batches; for arrays in memory write "
+                f"source is {type_of(self.source)}, not an iterable of batches; for arrays in memory write "
                 "jaxche.Batches(arrays, batch_size=32)"
             )
         if not _is_iterable(self.source):
@@ -177,19 +177,20 @@ def epoch_size(data: Any) -> int:
 
 def check_stream(data: Any, group: Group, spans: bool, epochs: int) -> Stream:
     """The stream of this data, or ValueError if it cannot be read; ``spans``: a replica has several processes."""
-    stream, name = as_stream(data), type(data).__name__
+    stream = as_stream(data)
     if epochs > 1 and stream.has_one_epoch:
         raise ValueError(
-            f"data is a {type(stream.source).__name__}, which can be read once, and epochs={epochs}; give a function "
+            f"data is {type_of(stream.source)}, which can be read once, and epochs={epochs}; give a function "
             "that makes a new one for each epoch: jaxche.Stream(lambda epoch: batches(seed=epoch)), or write epochs=1"
         )
     if group.num_processes == 1:
         return stream
     if stream.shards is None:
         raise ValueError(
-            f"data is a {name} in a run of {group.num_processes} processes; set shards=. If each process reads its own "
-            "part: index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), shards=True). "
-            "If all read the same batches, and each trains on some: data = jaxche.Stream(batches(), shards=False)"
+            f"data is {type_of(data)} in a run of {group.num_processes} processes; set shards=. If each process "
+            "reads its own part: index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), "
+            "shards=True). If all read the same batches, and each trains on some: data = jaxche.Stream(batches(), "
+            "shards=False)"
         )
     if group.elastic:
         _check_elastic(stream)
@@ -210,7 +211,7 @@ def _check_elastic(stream: Stream) -> None:
         )
     if stream.has_one_epoch and not hasattr(stream.source, "set_state"):
         raise ValueError(
-            f"data is a {type(stream.source).__name__}, which can be read once, and an elastic run reads the batches "
+            f"data is {type_of(stream.source)}, which can be read once, and an elastic run reads the batches "
             "of a round again if its merge fails; give a function: jaxche.Stream(lambda epoch: batches(seed=epoch), "
             "shards=False)"
         )

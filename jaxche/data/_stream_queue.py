@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxche.data._batches import Feed, Key, Step, Threads
 from jaxche.data._stream import Stream, as_batch
+from jaxche.messages import type_of
 
 _log = logging.getLogger("jaxche")
 
@@ -271,7 +272,7 @@ class StreamQueue:
             _log.warning("batches of the stream that were read after batch %s are lost", place.taken)
         else:
             raise ValueError(
-                f"the stream is a {type(iterator).__name__} that was read already and cannot return to batch "
+                f"the stream is {type_of(iterator)} that was read already and cannot return to batch "
                 f"{place.taken} of epoch {place.epoch}; pass a function that makes a new one: "
                 "jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )

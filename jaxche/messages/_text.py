@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _LISTED = 12
+# Names that begin with a vowel as it is spoken, and not with that of "unit" or of "one".
+_VOWEL = re.compile(r"(?!eu|one|uni|use|uti)[aeiou]", re.IGNORECASE)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -33,6 +35,14 @@ def brief(value: Any, most: int = 80) -> str:
             text = f"{type(value).__name__}(...)"
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def type_of(value: Any) -> str:
+    """The name of the type of a value with its article, "an int" or "a dict"; or "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if _VOWEL.match(name) else 'a'} {name}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0, gap: int = 2) -> str:

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
-from jaxche.messages import brief
+from jaxche.messages import brief, type_of
 from jaxche.scaling import with_extra_args
 from jaxche.sharding._strategy import Layout, ShardingStrategy
 
@@ -54,7 +54,7 @@ def check_transform(name: str, tx: Any) -> None:
                 "trainer.init(state.params, opt_state=state.opt_state)"
             )
         raise ValueError(
-            f"{name} is a {type(tx).__name__}, which holds the transformation and its state; write "
+            f"{name} is {type_of(tx)}, which holds the transformation and its state; write "
             "loss = jaxche.NNXLoss(model, loss_fn, optimizer), tx=loss.tx and trainer.init(loss.params, "
             "loss.model_state, loss.opt_state), or tx=optimizer.tx to begin with a new state"
         )
@@ -414,9 +414,9 @@ def _no_numbers(leaf: Any) -> str:
             jax.dtypes.canonicalize_dtype(leaf.dtype)
             return ""
     if dataclasses.is_dataclass(leaf):
-        kind = type(leaf).__name__
-        return f"a {kind}, a dataclass that JAX does not know; write jax.tree_util.register_dataclass({kind})"
+        line = f"jax.tree_util.register_dataclass({type(leaf).__name__})"
+        return f"{type_of(leaf)}, a dataclass that JAX does not know; write {line}"
     return (
-        f"a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, for each "
+        f"{type_of(leaf)}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, for each "
         "batch of the data"
     )

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxche.cadence import whole_number
-from jaxche.messages import brief
+from jaxche.messages import brief, type_of
 from jaxche.sharding import Device
 from jaxche.stages import _tensors as tensors
 from jaxche.stages._buffers import are_small_and_ready, on_device
@@ -107,9 +107,7 @@ class DataStore:
         check_timeout(self.timeout_s)
         object.__setattr__(self, "save_every", whole_number("save_every", self.save_every, 1, "save_every=1"))
         if not isinstance(self.options, Mapping):
-            raise ValueError(
-                f"options is a {type(self.options).__name__}; write e.g. options={{'region': 'us-east-1'}}"
-            )
+            raise ValueError(f"options is {type_of(self.options)}; write e.g. options={{'region': 'us-east-1'}}")
         try:
             json.dumps(dict(self.settings), sort_keys=True)
         except (TypeError, ValueError):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
-from jaxche.messages import brief
+from jaxche.messages import brief, type_of
 from jaxche.sharding import RNG_NAMES, collections_of, flax_kind, not_floats
 
 
@@ -102,7 +102,7 @@ def trace_stages(
         )
     is_array = isinstance(value, jax.ShapeDtypeStruct)
     if not is_array or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        shown = f"shape {value.shape} and dtype {value.dtype}" if is_array else f"a {type(value).__name__}"
+        shown = f"shape {value.shape} and dtype {value.dtype}" if is_array else type_of(value)
         raise ValueError(
             f"loss returned {shown}; it must be one float, the mean over the batch: "
             "write def loss(y, batch): return ((y - batch['y']) ** 2).mean()"

@@ -16,6 +16,7 @@ import numpy as np
 from jaxche.cadence import split_by_ratio
 from jaxche.data import as_batch, as_stream, checked_length, is_stream, reading, sequence_of
 from jaxche.distributed import Group
+from jaxche.messages import type_of
 from jaxche.replicas import LocalState, Placement, drop_replica_axis, numeric_settings
 from jaxche.sharding import batch_size
 from jaxche.stages import Direct, Partitioned
@@ -306,7 +307,7 @@ def number_of_batches(data: Any, group: Group) -> int | None:
         return size
     if group.num_processes > 1:
         raise ValueError(
-            f"data is a {type(data).__name__}, without len(data) and data[i]; several processes share the batches of "
+            f"data is {type_of(data)}, without len(data) and data[i]; several processes share the batches of "
             "an evaluation by their index: give e.g. list(data), jaxche.Batches(arrays, batch_size=32) or a "
             "grain.MapDataset"
         )

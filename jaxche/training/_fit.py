@@ -15,6 +15,7 @@ import jax
 
 from jaxche.data import as_stream, is_stream, line_for_two_arrays
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError, delayed_interrupt
+from jaxche.messages import type_of
 from jaxche.replicas import free
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
@@ -323,7 +324,7 @@ class _Evaluation(NamedTuple):
             raise ValueError(f"validation: {error}") from None
         if size is None and ((stream := as_stream(self.data)).has_one_epoch or stream.shares_iterator):
             raise ValueError(
-                f"validation is a {type(stream.source).__name__}, which can be read once only, and every evaluation "
+                f"validation is {type_of(stream.source)}, which can be read once only, and every evaluation "
                 "reads all of it; write validation=list(...)"
             )
         return metric_program(trainer, self.metric_fn, self.metrics)
@@ -393,10 +394,10 @@ class _Arguments(NamedTuple):
         is_one = end.epochs == state.epoch + 1 or (end.steps is not None and end.steps - state.steps <= size)
         if is_leader and not is_one:
             _log.warning(
-                "data is a %s with set_epoch(), which is called for a stream only: all epochs of this fit have the "
+                "data is %s with set_epoch(), which is called for a stream only: all epochs of this fit have the "
                 "same batches in the same order. For another order in each, give it a method epoch(e) that returns the "
                 "batches of epoch e, or write jaxche.Stream(lambda epoch: batches(epoch))",
-                type(data).__name__,
+                type_of(data),
             )
 
     def _refuse_unused(self, every: dict[str, Every | None]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxche.averaging import Weighted
 from jaxche.data import from_json, to_json
-from jaxche.messages import brief
+from jaxche.messages import brief, type_of
 from jaxche.sharding import RNG_NAMES, wanted_names
 
 _log = logging.getLogger("jaxche")
@@ -92,7 +92,7 @@ def _scalar(name: Any, value: Any) -> Any:
         raise ValueError(f"metric {name!r} has a name that is no text; write {{'{name}': ...}}")
     parts = value if isinstance(value, Weighted) else (value,)
     if any(isinstance(part, str) or not (hasattr(part, "dtype") or np.isscalar(part)) for part in parts):
-        raise ValueError(f"metric {name!r} is a {type(value).__name__}; {_FORMS}")
+        raise ValueError(f"metric {name!r} is {type_of(value)}; {_FORMS}")
     for part in parts:
         dtype = jnp.result_type(part)
         if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, jnp.complexfloating):

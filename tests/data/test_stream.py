@@ -108,7 +108,7 @@ def test_one_process_reads_all():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: jaxche.Stream(3), "source is a int; give an iterable"),
+        (lambda: jaxche.Stream(3), "source is an int; give an iterable"),
         (lambda: jaxche.Stream("data"), r"source is a str, not an iterable of batches; .*jaxche.Batches\(arrays"),
         (lambda: jaxche.Stream({"x": 1}), "source is a dict"),
         (lambda: jaxche.Stream(np.ones(3)), "source is a ndarray"),

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxche.messages import aligned, format_ranks, html_table, odd_ones, per_rank
+from jaxche.messages import aligned, format_ranks, html_table, odd_ones, per_rank, type_of
 
 
 def test_of_many_ranks_the_first_twelve_are_listed():
@@ -72,3 +72,14 @@ def test_the_first_wins_a_tie_and_many_are_counted():
 
 def test_nobody_differs():
     assert odd_ones({"seed": ["1", "1"]}, [0, 1], {"host": ["a", "b"]}) == ((), {}, "")
+
+
+def test_a_type_has_its_article():
+    assert [type_of(value) for value in (1, {}, iter([]), None)] == ["an int", "a dict", "a list_iterator", "None"]
+
+
+@pytest.mark.parametrize(
+    "name", ["an Adam", "an IterableDataset", "an UnpackedBatches", "a UserDict", "a UnitSet", "a OneHot", "a Batches"]
+)
+def test_an_article_follows_the_sound_of_the_name(name):
+    assert type_of(type(name.split()[1], (), {})()) == name

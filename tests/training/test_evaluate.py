@@ -213,7 +213,7 @@ def test_an_iterable_is_data_in_one_process(trained):
     for several in ({"one": problem.data}, [problem.data] * 2):
         with pytest.raises(ValueError, match=r"of data sets, and one is expected.* also in a callback of fit"):
             trainer.fit(state, problem.data, validation=several, progress=False)
-    with pytest.raises(ValueError, match="data is a int"):
+    with pytest.raises(ValueError, match="data is an int"):
         trainer.evaluate(state, 3, metric_fn)
 
 

@@ -510,7 +510,7 @@ def test_a_dry_run_evaluates_a_batch(on_fleet, problem):
         ({"checkpoint_every": 5}, "checkpoint_every= is given without checkpoints="),
         ({"log_every": 0}, r"log_every=0 must be a whole number above 0; write log_every=1000 for steps, or"),
         ({"validation": iter([1])}, r"validation is a list_iterator, which can be read once only.*validation=list\("),
-        ({"validation": 7}, r"validation: data is a int; the trainer needs len\(data\)"),
+        ({"validation": 7}, r"validation: data is an int; the trainer needs len\(data\)"),
         ({"validation": []}, "validation: .*the data set is empty"),
         ({"validation": range(sys.maxsize // 4)}, r"validation: data has 2,305,.* batches, .* leave out \.repeat\(\)"),
     ],

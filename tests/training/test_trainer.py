@@ -464,7 +464,7 @@ def test_bad_arguments_are_named(problem, devices, arguments, named):
         (Empty(), "data set is empty"),
         ([], "data set is empty"),
         (jaxche.Stream([1, 2]), "scalar: does the stream yield examples"),
-        (3, "data is a int; the trainer needs len"),
+        (3, "data is an int; the trainer needs len"),
         (iter, r"data=.* is a function; .* write jaxche.Stream\(lambda epoch: batches\(epoch\)\)"),
         (np.ones((72, 5)), r"one array of shape \(72, 5\).*jaxche\.Batches\(array, batch_size=32\)"),
         (jnp.ones((3, 4, 5)), r"one array of shape \(3, 4, 5\).*list\(array\) if each row is a batch"),
