@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxche.messages import brief
+
 
 def whole_number(name: str, value: Any, least: int, write: str, most: float = math.inf) -> int:
     """``value`` as a Python int; ValueError unless it is a whole number from ``least`` to ``most``."""
@@ -17,7 +19,7 @@ def whole_number(name: str, value: Any, least: int, write: str, most: float = ma
     except TypeError:
         number = None
     if number is None:
-        raise ValueError(f"{name}={value!r} must be a whole number; write e.g. {write}")
+        raise ValueError(f"{name}={brief(value)} must be a whole number; write e.g. {write}")
     if number < least:
         raise ValueError(f"{name}={number} must be at least {least}; write e.g. {write}")
     if number > most:
@@ -33,5 +35,5 @@ def finite_number(name: str, value: Any, write: str, least: float = -math.inf) -
         number = math.nan
     if not math.isfinite(number) or number < least:
         floor = f" of at least {least:g}" if least > -math.inf else ""
-        raise ValueError(f"{name}={value!r} must be a finite number{floor}; write e.g. {write}")
+        raise ValueError(f"{name}={brief(value)} must be a finite number{floor}; write e.g. {write}")
     return number

@@ -106,7 +106,7 @@ class ElChe(CadenceState):
             "max_anchor": whole_number("max_anchor", self.max_anchor, 1, "ElChe(max_anchor=200)"),
             "max_batch_diff": diff,
         }
-        if self.tuner not in TUNERS:
+        if not isinstance(self.tuner, str) or self.tuner not in TUNERS:
             names = ", ".join(f'"{name}"' for name in TUNERS)
             raise ValueError(f'tuner={self.tuner!r} is not a tuner; write one of {names}, e.g. tuner="steady"')
         # Only for a new cadence: with_max_anchor may leave a measured anchor above the limit, as in the original.

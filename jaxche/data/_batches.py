@@ -59,6 +59,11 @@ def checked_length(data: Any) -> int:
             f"data is {type_of(data)} of {', '.join(map(repr, names[:8]))}, not a sequence of batches; write "
             "jaxche.Batches(arrays, batch_size=32)"
         )
+    if isinstance(data, type):
+        raise ValueError(
+            f"data={data.__name__} is a class, not a sequence of batches; write data={data.__name__}(...), with its "
+            "arguments, e.g. jaxche.Batches(arrays, batch_size=32)"
+        )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         if callable(data):
             raise ValueError(

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import Weighted
+from jaxche.messages import brief
 from jaxche.sharding import (
     Device,
     Layout,
@@ -347,8 +348,9 @@ def make_placements(
     if virtual and replicas is None and not strategy.shards_state:
         replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
     if isinstance(replicas, int | jax.Device | Mesh):
-        one = f"jaxche.devices()[:{replicas}]" if isinstance(replicas, int) else "[replica]"
-        raise ValueError(f"replicas={replicas!r} is not a list of devices or of meshes; write replicas={one}")
+        one = f"jaxche.devices()[:{int(replicas)}]" if isinstance(replicas, int) else "[replica]"
+        shown = brief(replicas)
+        raise ValueError(f"replicas={shown} is not a list of devices or of meshes; write replicas={one}")
     given = _default_replicas(strategy) if replicas is None else list(replicas)
     devices = [d for r in given for d in (r.devices.flat if isinstance(r, Mesh) else (r,))]
     if (
@@ -357,8 +359,8 @@ def make_placements(
         or (len(set(devices)) != len(devices) and not virtual)
     ):
         raise ValueError(
-            f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jaxche.devices() or "
-            "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
+            f"replicas={brief(replicas)} must be different devices or meshes of them, e.g. replicas=jaxche.devices() "
+            "or replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
             "stages, loss_fn=jaxche.Partitioned(...)"
         )
     check_local_devices(devices)

@@ -24,7 +24,7 @@ from jaxche.replicas._round_memory import RoundMemory, round_memory
 from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._table import MetricsError
 from jaxche.replicas._taken import revived
-from jaxche.sharding import batch_size
+from jaxche.sharding import batch_size, check_numbers
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
 # hundreds of batches. With a time limit at most an eighth of the round, because steps in flight cannot be cancelled.
@@ -129,7 +129,11 @@ class Replica:
 
     def _executable(self, batch: Any, begun: tuple[Constants, Carry]) -> tuple[Steps, int, Any]:
         """The steps compiled for the shapes of this batch, its rows, and the batch on the devices."""
-        batch = self.placement.put(batch)
+        try:
+            batch = self.placement.put(batch)
+        except TypeError:
+            check_numbers(batch)  # the first batch was checked, and this is a later one
+            raise
         if (key := _shapes_of(batch)) not in self._executables:
             self._lower(batch, begun)()
         return *self._executables[key], batch

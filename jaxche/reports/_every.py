@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxche.messages import brief
+
 
 class Reached(NamedTuple):
     """How far a run is, with equal values in all processes."""
@@ -92,5 +94,7 @@ def positive(name: str, value: Any, line: str, whole: bool) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf or (whole and number != int(number)):
-        raise ValueError(f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0; write {line}")
+        raise ValueError(
+            f"{name}={brief(value)} must be {'a whole number' if whole else 'a number'} above 0; write {line}"
+        )
     return int(value) if whole else number

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxche.cadence import whole_number
-from jaxche.messages import aligned, html_table
+from jaxche.messages import aligned, brief, html_table
 from jaxche.reports._advice import Advice, advise_from
 from jaxche.reports._plot import ROUNDS_DRAWN, draw
 from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, plain, rounds_svg
@@ -136,6 +137,8 @@ class History(RoundList):
           ValueError: a line is damaged.
           FileNotFoundError: there is no such file.
         """
+        if not isinstance(source, str | os.PathLike):
+            raise ValueError(f"source={brief(source)} is no file; write History.from_json(Path('history.jsonl'))")
         is_text = isinstance(source, str) and (not source or source.lstrip().startswith("{") or "\n" in source)
         record = read_record(str(source).encode() if is_text else Path(source).read_bytes())
         name = "the text" if is_text else str(source)

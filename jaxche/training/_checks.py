@@ -28,10 +28,10 @@ from jaxche.sharding import RNG_NAMES, check_transform, wanted_names
 _log = logging.getLogger("jaxche")
 
 
-def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Refuse a value that is not in ``allowed``."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={brief(value)} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
 class Averaging(NamedTuple):
@@ -149,7 +149,10 @@ def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
     numbers = (p for p in paces if p is not None)
     valid = (isinstance(p, Real) and not isinstance(p, bool) and math.isfinite(p) and float(p) > 0 for p in numbers)
     if len(paces) != world_size or not all(valid):
-        raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
+        raise ValueError(
+            f"pace_ms={brief(pace_ms)} must be one positive number of ms, or {world_size}, one per replica; write e.g. "
+            f"pace_ms={[20.0] * min(world_size, 4)}"
+        )
     return paces
 
 
@@ -424,6 +427,17 @@ def check_model_state(given: Any, returned: Any) -> None:
             "the loss returned a model_state unlike the one it got: the tree is "
             f"{brief(jax.tree.structure(returned))} instead of {brief(jax.tree.structure(given))}; return the same tree"
         )
+
+
+def check_arrays(name: str, tree: Any, write: str) -> None:
+    """Refuse a leaf that JAX cannot take as an array."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, bool | int | float | complex):
+            continue
+        with contextlib.suppress(AttributeError, TypeError):
+            _ = leaf.shape, jnp.result_type(leaf)
+            continue
+        raise ValueError(f"{name}{jax.tree_util.keystr(path)} is {brief(leaf)}, not an array of numbers; {write}")
 
 
 def check_bits(trees: Mapping[str, Any], placements: Iterable[BatchPlacement]) -> None:

@@ -14,6 +14,7 @@ from jaxche.messages import brief
 from jaxche.replicas import are_accumulators, are_keys, are_subspaces, stepped_params
 from jaxche.scaling import AdamScale, ScaleLearningRateState, has_moments_of_magnitudes, noise_scale
 from jaxche.sharding import check_update
+from jaxche.training._checks import check_arrays
 from jaxche.training._groups import Groups
 
 _log = logging.getLogger("jaxche")
@@ -25,6 +26,7 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
     def form(tree: Any) -> Any:
         return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
 
+    check_arrays("opt_state", opt_state, "write trainer.init(params, opt_state=tx.init(params)), or leave it out")
     wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
     if not _are_equal(form(opt_state), form(wanted)):
         raise ValueError(

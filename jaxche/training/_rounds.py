@@ -36,7 +36,7 @@ from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.sharding import check_params, check_update
 from jaxche.stages import check_stage_params
-from jaxche.training._checks import check_bits, check_metrics_of_model, warn_of_unused_model_state
+from jaxche.training._checks import check_arrays, check_bits, check_metrics_of_model, warn_of_unused_model_state
 from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
     check_accumulators,
@@ -181,6 +181,8 @@ class Rounds:
         if model_state is not None and settings.staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if model_state is not None:
+            line = 'write e.g. trainer.init(params, model_state=variables["batch_stats"]), or leave it out'
+            check_arrays("model_state", model_state, line)
             check_model_state_of(tx, shapes, model_state)
             if self._group.is_first:
                 warn_of_unused_model_state(settings.loss_fn, model_state)

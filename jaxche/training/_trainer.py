@@ -12,7 +12,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, better_than_cadence, is_long_merge, merge_share
+from jaxche.cadence import (
+    DEAR,
+    ApplyPolicy,
+    ElChe,
+    VirtualFleet,
+    better_than_cadence,
+    finite_number,
+    is_long_merge,
+    merge_share,
+)
 from jaxche.distributed import ElasticGroup
 from jaxche.messages import brief, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs
@@ -376,10 +385,14 @@ class Trainer(Rounds):
 
         Returns:
           One rate per replica, in batches a second.
+
+        Raises:
+          ValueError: the state is of another trainer, or the seconds are no number.
         """
+        self.check_state(state, "trainer.measure_rates")
+        seconds = finite_number("seconds", seconds, "trainer.measure_rates(state, data, seconds=2.0)", 0.0)
         if (fleet := self._settings.fleet) is not None:
             return tuple((1e3 / fleet.speeds(state.round)).tolist())
-        self.check_state(state, "trainer.measure_rates")
         self._prepared_plan(self._engine.reader(data), state, data)
         return tuple(self._engine.free_run(state.local_states, data, seconds))
 

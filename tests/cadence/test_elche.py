@@ -143,6 +143,11 @@ def test_dead_zone_is_strict():
     assert dataclasses.replace(che, ms_per_batch=(10.0, 12.0)).nudge_anchor_down(1.0).batch_counts == (12, 10)
 
 
+def test_a_tuner_is_a_name():
+    with pytest.raises(ValueError, match=r"tuner=\['steady'\] is not a tuner; write one of"):
+        ElChe(world_size=2, tuner=["steady"])  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_rank_without_a_timing_keeps_its_estimate(tuner):
     che = ElChe(2, 10, tuner=tuner).report_timing([100, 200], [10, 10], 5)

@@ -2,9 +2,10 @@
 
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from jaxche.messages import aligned, format_ranks, html_table, odd_ones, per_rank, type_of
+from jaxche.messages import aligned, brief, format_ranks, html_table, odd_ones, per_rank, type_of
 
 
 def test_of_many_ranks_the_first_twelve_are_listed():
@@ -83,3 +84,8 @@ def test_a_type_has_its_article():
 )
 def test_an_article_follows_the_sound_of_the_name(name):
     assert type_of(type(name.split()[1], (), {})()) == name
+
+
+def test_arrays_are_brief_and_numbers_of_numpy_are_shown():
+    assert brief(np.zeros((2, 3), np.float32)) == "float32[2, 3]"
+    assert brief([np.float64(1.5), np.zeros(1)]) == "[np.float64(1.5), float64[1]]"

@@ -11,6 +11,7 @@ import pytest
 import jaxche
 from jaxche.data._batches import checked_length
 from jaxche.training._checks import (
+    check_arrays,
     check_auto_wire,
     check_bits,
     check_fleet,
@@ -68,6 +69,10 @@ ISLAND = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process
         (lambda: checked_paces(float("inf"), 2), "positive"),
         (lambda: checked_paces(["20", "50"], 2), "positive"),
         (lambda: checked_paces(True, 2), "positive"),
+        (lambda: checked_paces("20", 2), r"pace_ms='20' must be .*; write e\.g\. pace_ms=\[20\.0, 20\.0\]"),
+        (lambda: one_of("merge", np.zeros(2), ("steps", "batch")), r"merge=float64\[2\] is unknown; write one of"),
+        (lambda: one_of("merge", len, ("steps", "batch")), "merge=<builtin_function_or_method len> is unknown"),
+        (lambda: checked_length(jaxche.Batches), r"data=Batches is a class, .*; write data=Batches\(\.\.\.\), with"),
         (lambda: checked_length(3), "len"),
         (
             lambda: checked_length((np.zeros((9, 2)), np.zeros(9))),
@@ -169,3 +174,53 @@ def with_statistics(params, batch, model_state):
 def test_a_model_state_that_the_loss_does_not_take_is_logged(loss, model_state, warns, devices, caplog):
     jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1]).init(jnp.zeros(3), model_state=model_state)
     assert ("Write def loss_fn(params, batch, model_state)" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (
+            lambda trainer: trainer.init(np.zeros(2), None, "float32"),
+            r"opt_state is 'float32', not an array of numbers; write trainer\.init\(params, opt_state=tx\.init\(params",
+        ),
+        (
+            lambda trainer: trainer.init(np.zeros(2), None, {"mu": np.array(["a"])}),
+            r"opt_state\['mu'\] is <U1\[1\], not an array of numbers",
+        ),
+        (
+            lambda trainer: trainer.init(np.zeros(2), "batch_stats"),
+            r"model_state is 'batch_stats', not an array of numbers; write e\.g\. trainer\.init\(params, model_state=",
+        ),
+        (
+            lambda trainer: trainer.init(np.zeros(2), jaxche.Batches(np.zeros((4, 2)), batch_size=2)),
+            r"model_state is Batches\(4 examples in 2 batches of 2, seed=0\), not an array of numbers",
+        ),
+        (
+            lambda trainer: trainer.measure_rates(trainer.init(np.zeros(2)), [np.zeros((2, 2))], seconds="1 s"),
+            r"seconds='1 s' must be a finite number of at least 0; write e\.g\. trainer\.measure_rates\(",
+        ),
+        (
+            lambda trainer: trainer.measure_rates(None, [np.zeros((2, 2))]),
+            r"state=None is not a state of this trainer; write state = trainer\.init\(params\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("virtual", [False, True])
+def test_what_is_no_array_state_or_number_is_named(call, named, virtual):
+    fleet = jaxche.VirtualFleet([10.0, 20.0]) if virtual else None
+    loss = lambda params, batch: jnp.mean((batch - params) ** 2)  # noqa: E731
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=jax.devices()[:2], fleet=fleet)
+    with pytest.raises(ValueError, match=named):
+        call(trainer)
+
+
+def test_a_model_state_may_have_numbers_and_keys():
+    state = {"n": 3, "x": np.float32(1), "key": jax.random.key(0), "shape": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    check_arrays("model_state", state, "")
+
+
+def test_a_later_batch_of_text_is_named():
+    """The first batch is checked before the first step."""
+    trainer = jaxche.Trainer(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), replicas=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"a batch is 'a text', text or objects and not numbers"):
+        trainer.fit(trainer.init(np.zeros(2)), [np.zeros((2, 2)), "a text"], progress=False)
