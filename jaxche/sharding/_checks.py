@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -138,6 +139,12 @@ def _refuse_update(error: Exception) -> NoReturn:
         raise ValueError(
             "tx has a jaxche.progress_schedule, and only a scaling rule counts progress; write jaxche.Trainer(loss_fn, "
             "tx, scaling=jaxche.AdaScale()), or the schedule itself in place of progress_schedule(schedule)"
+        ) from error
+    if "LookaheadParams" in str(error) or re.search(r"attribute '?fast\b", str(error)):
+        raise ValueError(
+            "tx has an optax.lookahead, which takes pairs of parameters, optax.LookaheadParams(fast, slow), and the "
+            "gradient of the fast ones alone; write the optimizer inside it and a slow step at each merge, e.g. "
+            "jaxche.Trainer(loss_fn, optax.adam(1e-3), outer=optax.sgd(0.5)), or the adapter in docs/recipes.md"
         ) from error
     if "needs the progress" in str(error):
         raise ValueError(f"tx: {error}") from error

@@ -73,6 +73,20 @@ OPAQUE = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
 
 
 @pytest.mark.parametrize(
+    "params",
+    [PARAMS, PARAMS["w"], optax.LookaheadParams(PARAMS, PARAMS)],
+    ids=["a dict", "an array", "pairs"],
+)
+def test_lookahead_is_an_outer_optimizer_here(devices, params):
+    tx = optax.lookahead(optax.sgd(0.1), 5, 0.5)
+    trainer = jaxche.Trainer(lambda p, b: jax.tree.leaves(p)[0].sum(), tx, replicas=devices[:2])
+    with pytest.raises(
+        ValueError, match=r"tx has an optax\.lookahead, .*outer=optax\.sgd\(0\.5\)\), or the adapter in"
+    ):
+        trainer.init(params)
+
+
+@pytest.mark.parametrize(
     ("tx", "named"),
     [
         (optax.contrib.sophia(0.1), r"obj_fn must be provided.*; write e\.g\. tx=optax\.adam"),
