@@ -46,13 +46,14 @@ def trainers(args: argparse.Namespace, world_size: int) -> tuple[jaxche.ElChe | 
 
 
 def cadence(args: argparse.Namespace, world_size: int) -> jaxche.ElChe | None:
-    """The cadence of the options; None is the default of the trainer."""
+    """The cadence of the options, which is the default of the trainer but for them; None without any."""
     given = _given(args, _CADENCE)
     if world_size == 1 or not given:
         return None
     if "overhead_target" in given:
         given.setdefault("tuner", "steady")  # the tuner that has such a target
-    return jaxche.ElChe(world_size=world_size, **(jaxche.training.DEFAULT_CADENCE | given))
+    default = jaxche.training.default_cadence(args.average or "parameters")
+    return jaxche.ElChe(world_size=world_size, **(default | given))
 
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:

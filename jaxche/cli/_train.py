@@ -143,14 +143,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_integer(
         "--anchor 4",
-        "steps of the slowest replica in the first round; later rounds follow measured times (default: 1)",
+        "steps of the slowest replica in the first round; later rounds follow measured times (default: 1, and 2 with "
+        "--average gradients)",
         most=200,
     )
     group.add(
         "--tuner",
         choices=TUNERS,
         help="what chooses the length of rounds: progress, the most progress a second (default); steady, the shortest "
-        "round that meets --overhead-target; seed, the method of flodl",
+        "round that meets --overhead-target (default with --average gradients); seed, the method of flodl",
     )
     group.add_number(
         "--overhead-target 0.02",

@@ -3,6 +3,7 @@
 from jaxche.data import Batches, Stream, process_shard
 from jaxche.replicas import BatchOutputs, MergeMismatchError, PaceError
 from jaxche.training._arguments import DEFAULT_CADENCE
+from jaxche.training._arguments import default_cadence as default_cadence
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._flax import NNXLoss, linen_loss
 from jaxche.training._non_finite import NonFiniteLossError

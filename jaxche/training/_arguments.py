@@ -46,6 +46,13 @@ from jaxche.training._stages import checked_stages
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
 
 
+def default_cadence(average: str) -> dict[str, Any]:
+    """The arguments of the default cadence for what replicas average."""
+    # Averaged gradients make one update a round, however long it is: no replica moves on its own.
+    own = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
+    return DEFAULT_CADENCE | own
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a trainer as given; :class:`Trainer` describes them."""
@@ -223,9 +230,7 @@ def _checked_cadence(che: ElChe | None, world_size: int, average: str) -> ElChe 
         raise ValueError(f"che is for world_size={che.world_size}, but there {replicas}; {line}")
     if che is not None or world_size == 1:
         return che
-    # Averaged gradients make one update a round, however long it is: no replica moves on its own.
-    own = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
-    return ElChe(world_size=world_size, **(DEFAULT_CADENCE | own))
+    return ElChe(world_size=world_size, **default_cadence(average))
 
 
 def rule_text(rule: Any) -> str:

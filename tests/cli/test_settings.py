@@ -67,6 +67,8 @@ def test_options_become_settings():
     )
     assert cadence(parse("--overhead-target", "0.2"), 2).tuner == "steady"
     assert cadence(parse("--overhead-target", "0.2", "--tuner", "seed"), 2).tuner == "seed"
+    of_gradients = cadence(parse("--average", "gradients", "--max-batch-diff", "5"), 2)
+    assert (of_gradients.tuner, of_gradients.anchor, of_gradients.overhead_target) == ("steady", 2, 0.015)
     assert policies(parse()) == ("cadence",)
     assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
     compared = parse("--compare", "sync,cadence", "--merge", "batch")
