@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import optax
-
 from jaxche.cadence import TUNERS, ApplyPolicy
 from jaxche.data import EPOCH_SIZE
+from jaxche.replicas import are_accumulators
 from jaxche.scaling import has_second_moments
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
@@ -38,7 +37,8 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
     """The line for a run that makes fewer updates than one device would; None where it makes as many, or for a stream.
 
     A scaling rule already makes the steps larger, and local steps that share batches are about as many. ``"auto"``
-    takes such steps, or weighs the number of updates against their cost.
+    takes such steps, or weighs the number of updates against their cost. If ``tx`` accumulates gradients, the steps are
+    the mini-steps of ``optax.MultiSteps``.
     """
     world, left, settings = trainer.world_size, run.batches_left, trainer._settings
     shares_batches = settings.rows == "speed" and trainer.policy is not ApplyPolicy.SYNC
@@ -49,7 +49,8 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
     updates, exact = expected_updates(trainer, batches, run.size)
     if updates >= batches or settings.scaling is not None:
         return None
-    number = f"{'' if exact else 'about '}{updates:,} update{'s' if updates > 1 else ''}"
+    step = "mini-step" if _accumulates(run) else "update"
+    number = f"{'' if exact else 'about '}{updates:,} {step}{'s' if updates > 1 else ''}"
     return (
         f"{world} replicas: {number} of each in {span}, against {batches:,} on "
         f"one device with as many examples. For as many: {', or '.join(_choices(trainer, run, batches, updates))}. "
@@ -64,7 +65,8 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
     found = []
     if not settings.staged:
         words = 'policy="sync", ' if in_rounds else 'average="gradients", ' if settings.average == "parameters" else ""
-        found.append(f"{words}joined_batches=1 (the updates of one device, each cut over all replicas)")
+        steps = "mini-steps" if _accumulates(run) else "updates"
+        found.append(f"{words}joined_batches=1 (the {steps} of one device, each cut over all replicas)")
     if not (in_rounds and settings.average == "gradients"):
         examples = getattr(run.data, "batch_size", None)
         if not isinstance(examples, int):
@@ -74,10 +76,15 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
     for name, limit in (("epochs", run.end.epochs), ("max_steps", run.end.steps)):
         if limit is not None:
             found.append(f"{name}={-(-batches * limit // updates):,}".replace(",", "_"))
-    if not (settings.staged or trainer.policy is ApplyPolicy.AUTO or isinstance(settings.tx, optax.MultiSteps)):
+    if not (settings.staged or trainer.policy is ApplyPolicy.AUTO or _accumulates(run)):
         rule = "AdamScale" if has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
         found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")
     return found
+
+
+def _accumulates(run: Run) -> bool:
+    """Whether the optimizer makes an update of the gradients of several steps, as ``optax.MultiSteps`` does."""
+    return any(are_accumulators(run.state.local_states[0].opt_state))
 
 
 class UpdatesHook(Hook):

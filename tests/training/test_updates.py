@@ -38,7 +38,9 @@ def lines(caplog):
 
 def numbers(line):
     """The updates of each replica, and those of one device."""
-    found = re.search(r"([\d,]+) updates? of each in (?:this fit|an epoch), against ([\d,]+) on one device", line)
+    found = re.search(
+        r"([\d,]+) (?:update|mini-step)s? of each in (?:this fit|an epoch), against ([\d,]+) on one device", line
+    )
     return tuple(int(n.replace(",", "")) for n in found.groups())
 
 
@@ -50,6 +52,18 @@ def test_under_sync_the_number_is_that_of_the_rounds(joined, examples, devices, 
     assert "about" not in line
     assert "joined_batches=1 (the updates of one device" in line
     assert 'policy="sync"' not in line
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_of_an_optimizer_that_accumulates_gradients_it_is_of_mini_steps(chained, devices, caplog):
+    """In 48 batches three replicas take 16 steps of one gradient, and make eight updates."""
+    tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2).gradient_transformation()
+    _, history, _, (line,) = fit(caplog, devices, policy="sync", tx=optax.chain(tx) if chained else tx)
+    assert len(history) == 16
+    assert numbers(line) == (16, 48)
+    assert "16 mini-steps of each in this fit" in line
+    assert "joined_batches=1 (the mini-steps of one device" in line
+    assert "scaling=" not in line
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
