@@ -140,10 +140,12 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
     """The carries of a group with the weighted means of parameters, statistics and, if asked, optimizer moments."""
     names = ["params", "model_state", "opt_state"][: 3 if average_moments else 2]
     trees = [{name: getattr(carry, name) for name in names} for carry in carries]
-    merged = merge_trees(trees, steps)
+    votes = [tree | {"opt_state": _as_numbers(tree["opt_state"])} for tree in trees] if average_moments else trees
+    merged = merge_trees(votes, steps)
     if average_moments:
         merged = [
-            m | {"opt_state": _with_own(m["opt_state"], c.opt_state)} for m, c in zip(merged, carries, strict=True)
+            m | {"opt_state": _as_flags(_with_own(m["opt_state"], c.opt_state), c.opt_state)}
+            for m, c in zip(merged, carries, strict=True)
         ]
     states = [tree["model_state"] for tree in merged]
     if moments := _moments(trees[0]["model_state"], states[0]):
@@ -154,6 +156,16 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
             for tree, state in zip(merged, states, strict=True)
         ]
     return [carry._replace(**tree) for carry, tree in zip(carries, merged, strict=True)]
+
+
+def _as_numbers(opt_state: Any) -> Any:
+    """The state with its flags as numbers, whose mean is a vote as in a merge of all replicas."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == bool else x, opt_state)
+
+
+def _as_flags(opt_state: Any, like: Any) -> Any:
+    """The inverse of :func:`_as_numbers`: flags that the greater part of the weights has."""
+    return jax.tree.map(lambda x, old: x > 0.5 if old.dtype == bool else x, opt_state, like)
 
 
 def _with_own(opt_state: Any, own: Any) -> Any:

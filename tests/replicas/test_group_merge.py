@@ -120,6 +120,25 @@ def test_members_take_in_a_merge_in_flight_between_the_same_merges(part):
         assert [pause.after for pause in own] == sorted(pause.after for pause in own)
 
 
+@pytest.mark.parametrize("averages", [True, False])
+def test_flags_of_the_optimizer_go_by_weight_as_in_a_merge_of_all_replicas(averages, devices):
+    values, steps = [[True, False, True], [False, True, True], [False, False, True]], [3.0, 1.0, 1.0]
+    carries = [
+        Carry(
+            None,
+            jax.device_put(jnp.uint32(0), device),
+            jax.device_put(jnp.zeros((1, 2)), device),
+            jax.device_put({"w": jnp.zeros((1, 2))}, device),
+            jax.device_put({"on": jnp.array([flags]), "m": jnp.zeros((1, 2))}, device),
+        )
+        for flags, device in zip(values, devices, strict=False)
+    ]
+    for carry, one in zip(carries, merge_carries(carries, steps, averages), strict=True):
+        flags = one.opt_state["on"]
+        assert (flags.dtype, flags.devices()) == (bool, carry.opt_state["on"].devices())
+        assert flags.tolist() == ([[True, False, True]] if averages else carry.opt_state["on"].tolist())
+
+
 def test_infinite_numbers_stay_infinite_as_in_a_weighted_sum(devices):
     values = [(jnp.inf, jnp.inf), (jnp.inf, 1.0), (1.0, jnp.inf), (1.0, 2.0)]
     carries = [
