@@ -41,6 +41,7 @@ from jaxche.distributed import (
     register_cpu_client,
     start_cpu_client,
 )
+from jaxche.messages import interruption
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
@@ -296,7 +297,12 @@ def _exit_at_once_after_exception() -> None:
         # A thread, because a call of a coordinator that is stopped has no end; started here, not while Python exits.
         waits.append(threading.Thread(target=_exit_last, args=(exception[1], exits), daemon=True))
         waits[-1].start()
-        show(*exception)
+        # Ctrl-C reaches all processes, and each would print where in a library it waited. A hook of the user is kept.
+        is_plain = isinstance(exception[1], KeyboardInterrupt) and show is sys.__excepthook__
+        if is_plain and (line := interruption(exception[1])):
+            print(line, file=sys.stderr)
+        else:
+            show(*exception)
 
     def leave() -> None:
         if waits:

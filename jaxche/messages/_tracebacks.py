@@ -52,6 +52,15 @@ def without_library(trace: TracebackType | None) -> TracebackType | None:
     return _chain(entries)
 
 
+def interruption(error: KeyboardInterrupt) -> str:
+    """A Ctrl-C as one line, with the user's line that was interrupted; empty where all frames are wanted."""
+    if os.environ.get(_TRACEBACK) == "full":
+        return ""
+    found = [entry for entry in _entries(error.__traceback__) if _kind(entry) == "user"]
+    place = f" in {found[-1].tb_frame.f_code.co_filename}, line {found[-1].tb_lineno}" if found else ""
+    return f"KeyboardInterrupt{place}; {_TRACEBACK}=full shows all frames"
+
+
 def users_part(trace: TracebackType | None) -> TracebackType | None:
     """The entries of the user's functions, and of what they call outside of this package; None without any."""
     # Before the first function of the user are those of JAX, of threads and of context managers.

@@ -295,6 +295,30 @@ def test_ctrl_c_is_an_exit_code():
         assert error in done.stderr
 
 
+@pytest.mark.parametrize("traceback", ["", "full"])
+def test_ctrl_c_is_the_line_of_the_user(tmp_path, traceback):
+    """It waits for a thread, in frames of the standard library."""
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+from concurrent.futures import Future
+from {initialize.__module__} import _exit_at_once_after_exception as at_once
+
+at_once()
+steps = Future()
+steps.set_exception(KeyboardInterrupt())
+steps.result()
+""")
+    environ = os.environ | {"JAXCHE_TRACEBACK": traceback}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=environ)
+    told = done.stderr.splitlines()
+    assert done.returncode == 130
+    if traceback:
+        assert told[0] == "Traceback (most recent call last):"
+        assert len(told) > 3
+    else:
+        assert told == [f"KeyboardInterrupt in {script}, line 8; JAXCHE_TRACEBACK=full shows all frames"]
+
+
 @pytest.mark.parametrize("asked", ["true", None])
 def test_the_preemption_service_is_off_unless_its_variable_is_set(monkeypatch, asked):
     _idle_backend(monkeypatch)
