@@ -1,4 +1,4 @@
-"""Checks of the optimizer and of its state, on the shapes of the parameters."""
+"""Checks of what a run starts from: the optimizer, on the shapes of the parameters, and the given states."""
 
 from __future__ import annotations
 
@@ -13,11 +13,49 @@ import optax
 from jaxche.messages import brief
 from jaxche.replicas import are_accumulators, are_keys, are_subspaces, stepped_params
 from jaxche.scaling import AdamScale, ScaleLearningRateState, has_moments_of_magnitudes, noise_scale
-from jaxche.sharding import check_update
-from jaxche.training._checks import check_arrays
+from jaxche.sharding import check_params, check_update
+from jaxche.stages import check_stage_params
+from jaxche.training._checks import check_arrays, check_bits, check_metrics_of_model, warn_of_unused_model_state
 from jaxche.training._groups import Groups
+from jaxche.training._settings import Settings
 
 _log = logging.getLogger("jaxche")
+
+
+def check_start(settings: Settings, world_size: int, params: Any, model_state: Any, opt_state: Any) -> None:
+    """Refuse what :meth:`Trainer.init` cannot start from with these settings."""
+    tx, shapes = settings.tx, check_params(params, "trainer.init")
+    trees = shapes if settings.staged else [shapes]
+    if settings.staged:
+        check_stage_params(shapes, len(settings.loss_fn.stages))
+    check_unscaled(tx, shapes, settings.scaling is not None)
+    check_update(tx, *trees, **settings.extra_args)
+    check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule, **settings.extra_args)
+    check_trajectory(tx, shapes, settings.average, world_size)
+    if settings.average == "parameters" and world_size > 1:
+        check_state_params(settings.opt_state, settings.overlap, tx, *trees)
+        check_moved_params(settings.merge, settings.outer, settings.opt_state, tx, *trees)
+        check_subspaces(settings.opt_state, tx, shapes)
+    check_accumulators(settings.groups, settings.opt_state, tx, shapes)
+    if world_size > 1:
+        check_metrics_of_model(settings.loss_fn)
+        if settings.group.is_first:
+            warn_of_shared_key(tx, shapes, settings.average)
+    if model_state is not None:
+        _check_model_state(settings, shapes, model_state)
+    check_bits({"loss_fn": settings.loss_fn, "model_state": model_state}, settings.placements)
+    if opt_state is not None:
+        check_opt_state(tx, shapes, opt_state, settings.staged)
+
+
+def _check_model_state(settings: Settings, shapes: Any, model_state: Any) -> None:
+    if settings.staged:
+        raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
+    line = 'write e.g. trainer.init(params, model_state=variables["batch_stats"]), or leave it out'
+    check_arrays("model_state", model_state, line)
+    check_model_state_of(settings.tx, shapes, model_state)
+    if settings.group.is_first:
+        warn_of_unused_model_state(settings.loss_fn, model_state)
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:

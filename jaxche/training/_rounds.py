@@ -34,22 +34,8 @@ from jaxche.messages import brief, short_traceback
 from jaxche.replicas import LocalResult, MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
-from jaxche.sharding import check_params, check_update
-from jaxche.stages import check_stage_params
-from jaxche.training._checks import check_arrays, check_bits, check_metrics_of_model, warn_of_unused_model_state
 from jaxche.training._engine import Readers
-from jaxche.training._optimizer_checks import (
-    check_accumulators,
-    check_model_state_of,
-    check_moved_params,
-    check_opt_state,
-    check_second_moments,
-    check_state_params,
-    check_subspaces,
-    check_trajectory,
-    check_unscaled,
-    warn_of_shared_key,
-)
+from jaxche.training._optimizer_checks import check_start
 from jaxche.training._plan import (
     ENDLESS,
     SOLO_ROUND,
@@ -160,37 +146,9 @@ class Rounds:
         """
         check_untraced("trainer.init")
         self._check_context_mesh("trainer.init")
-        settings, tx = self._settings, self._settings.tx
-        shapes = check_params(params, "trainer.init")
-        if settings.staged:
-            check_stage_params(shapes, len(settings.loss_fn.stages))
-        check_unscaled(tx, shapes, settings.scaling is not None)
-        check_update(tx, *(shapes if settings.staged else [shapes]), **settings.extra_args)
-        check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule, **settings.extra_args)
-        check_trajectory(tx, shapes, settings.average, self._engine.world_size)
-        if settings.average == "parameters" and self.world_size > 1:
-            trees = shapes if settings.staged else [shapes]
-            check_state_params(settings.opt_state, settings.overlap, tx, *trees)
-            check_moved_params(settings.merge, settings.outer, settings.opt_state, tx, *trees)
-            check_subspaces(settings.opt_state, tx, shapes)
-        check_accumulators(settings.groups, settings.opt_state, tx, shapes)
-        if self.world_size > 1:
-            check_metrics_of_model(settings.loss_fn)
-            if self._group.is_first:
-                warn_of_shared_key(tx, shapes, settings.average)
-        if model_state is not None and settings.staged:
-            raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
-        if model_state is not None:
-            line = 'write e.g. trainer.init(params, model_state=variables["batch_stats"]), or leave it out'
-            check_arrays("model_state", model_state, line)
-            check_model_state_of(tx, shapes, model_state)
-            if self._group.is_first:
-                warn_of_unused_model_state(settings.loss_fn, model_state)
-        check_bits({"loss_fn": settings.loss_fn, "model_state": model_state}, settings.placements)
-        if opt_state is not None:
-            check_opt_state(tx, shapes, opt_state, settings.staged)
+        check_start(self._settings, self.world_size, params, model_state, opt_state)
         local_states = self._engine.placement(params, model_state, opt_state)
-        state = TrainerState(local_states, settings.che, DivergenceCorrection(), _view=self._engine.view)
+        state = TrainerState(local_states, self._settings.che, DivergenceCorrection(), _view=self._engine.view)
         return self._with_own_choices(state)
 
     def params(self, state: TrainerState) -> Any:
