@@ -58,18 +58,30 @@ def _check_model_state(settings: Settings, shapes: Any, model_state: Any) -> Non
         warn_of_unused_model_state(settings.loss_fn, model_state)
 
 
+def _form(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
     """Refuse an optimizer state unlike ``tx.init(params)``; if ``staged``, unlike that of each stage."""
 
-    def form(tree: Any) -> Any:
-        return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-
     check_arrays("opt_state", opt_state, "write trainer.init(params, opt_state=tx.init(params)), or leave it out")
     wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
-    if not _are_equal(form(opt_state), form(wanted)):
+    if not _are_equal(_form(opt_state), _form(wanted)):
         raise ValueError(
             "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
-            f"tx.update. It has {brief(form(opt_state), 160)}, and tx.init(params) makes {brief(form(wanted), 160)}"
+            f"tx.update. It has {brief(_form(opt_state), 160)}, and tx.init(params) makes {brief(_form(wanted), 160)}"
+        )
+
+
+def check_replacement(name: str, tree: Any, wanted: Any) -> None:
+    """Refuse a tree with other arrays than those of the shapes ``wanted``, which it is to replace in a state."""
+    line = f"write trainer.replace(state, {name}=...), with a tree like trainer.{name}(state)"
+    check_arrays(name, tree, line)
+    if not _are_equal(_form(tree), _form(wanted)):
+        raise ValueError(
+            f"{name} is {brief(_form(tree), 160)}, and that of state is {brief(_form(wanted), 160)}; {line}. Other "
+            "shapes begin a run: trainer.init(params)"
         )
 
 

@@ -31,11 +31,11 @@ from jaxche.cadence import (
 from jaxche.data import Feed, Key, Reader
 from jaxche.distributed import hang_timeout
 from jaxche.messages import brief, short_traceback
-from jaxche.replicas import LocalResult, MergeScale, in_order
+from jaxche.replicas import LocalResult, MergeScale, in_order, without_replica_axis
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.training._engine import Readers
-from jaxche.training._optimizer_checks import check_start
+from jaxche.training._optimizer_checks import check_replacement, check_start
 from jaxche.training._plan import (
     ENDLESS,
     SOLO_ROUND,
@@ -151,6 +151,39 @@ class Rounds:
         state = TrainerState(local_states, self._settings.che, DivergenceCorrection(), _view=self._engine.view)
         return self._with_own_choices(state)
 
+    @short_traceback
+    @jax.transfer_guard("allow")
+    def replace(
+        self, state: TrainerState, params: Any = None, model_state: Any = None, opt_state: Any = None
+    ) -> TrainerState:
+        """The state with other values, e.g. another target network or learning rate, in a run that goes on.
+
+        All that is not given stays: the place in the data, random keys, measured times, and the optimizer state of each
+        replica. In a run of several processes all of them call this together.
+
+        Args:
+          state: from :meth:`init` or a round.
+          params: pytree like ``trainer.params(state)``, for every replica.
+          model_state: pytree like ``trainer.model_state(state)``, for every replica.
+          opt_state: pytree like ``trainer.opt_state(state)``, for every replica.
+
+        Returns:
+          The next state; the one passed in stays valid.
+
+        Raises:
+          ValueError: a tree with other arrays than the one that it replaces.
+        """
+        self.check_state(state, "trainer.replace")
+        state = state.merged()
+        values = {"params": params, "model_state": model_state, "opt_state": opt_state}
+        given = {name: tree for name, tree in values.items() if tree is not None}
+        local = state.local_states[0]
+        wanted = {"params": local.params, "model_state": local.model_state, "opt_state": _of_given_tx(local.opt_state)}
+        for name, tree in given.items():
+            check_replacement(name, tree, without_replica_axis(wanted[name]))
+        params = self.params(state) if params is None else params
+        return state.with_values(self._engine.placement(params, model_state, opt_state), list(given))
+
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
         return self._engine.unreplicate(checked_state(state).merged().local_states[0].params)
@@ -165,8 +198,7 @@ class Rounds:
         If replicas have states of their own, as with ``opt_state="local"``, it is that of the first replica of this
         process. With ``scaling=`` it is the state of the ``tx`` that was given.
         """
-        opt_state = self._engine.unreplicate(checked_state(state).merged().local_states[0].opt_state)
-        return opt_state.inner_state if isinstance(opt_state, ScaleLearningRateState) else opt_state
+        return self._engine.unreplicate(_of_given_tx(checked_state(state).merged().local_states[0].opt_state))
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
@@ -512,6 +544,11 @@ class Rounds:
         if self._group.is_first:
             line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
             _log.warning(line, che.limit)
+
+
+def _of_given_tx(opt_state: Any) -> Any:
+    """The state of the optimizer that was given, which a scaling rule wraps."""
+    return opt_state.inner_state if isinstance(opt_state, ScaleLearningRateState) else opt_state
 
 
 def check_untraced(call: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireC
 from jaxche.data import StreamPosition
 from jaxche.replicas import LocalState, MergeInFlight, Unsent
 from jaxche.reports import Reached
+from jaxche.scaling import ScaleLearningRateState
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,19 @@ class TrainerState:
             clock_ms=self.clock_ms + known_ms,
             clock_merge_ms=self.clock_merge_ms + known_ms,
         )
+
+    def with_values(self, local_states: Sequence[LocalState], names: Sequence[str]) -> TrainerState:
+        """This state with the trees of these names from other local states."""
+
+        def value(name: str, old: LocalState, new: LocalState) -> Any:
+            if name == "opt_state" and isinstance(old.opt_state, ScaleLearningRateState):
+                return old.opt_state._replace(inner_state=new.opt_state.inner_state)  # the progress goes on
+            return getattr(new, name)
+
+        pairs = zip(self.local_states, local_states, strict=True)
+        replaced = tuple(old._replace(**{name: value(name, old, new) for name in names}) for old, new in pairs)
+        differ = self.opt_states_differ and "opt_state" not in names
+        return replace(self, local_states=replaced, opt_states_differ=differ)
 
     @property
     def is_deleted(self) -> bool:

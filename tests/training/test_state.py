@@ -96,3 +96,113 @@ def test_the_optimizer_state_goes_on_in_a_plain_loop_and_in_another_trainer(prob
     again = trainer.init(params, opt_state=opt_state)
     same(trainer.opt_state(again), opt_state)
     assert history[-1].steps_done == int(opt_state[1][1].count) == 8
+
+
+def noisy(params, batch, rng):
+    noise = jax.random.uniform(rng)
+    return jax.numpy.mean((batch["x"] @ params - batch["y"] + noise) ** 2), {"noise": noise}
+
+
+@pytest.mark.filterwarnings("ignore:an outer optimizer over only")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": 1},
+        {},
+        {"policy": "sync"},
+        {"policy": "auto"},
+        {"outer": optax.sgd(0.7, momentum=0.9)},
+        {"overlap": 0.5},
+        {"wire": "int4"},
+        {"scaling": jaxche.AdamScale()},
+    ],
+    ids=["one", "cadence", "sync", "auto", "outer", "overlap", "int4", "scaling"],
+)
+def test_a_state_with_other_values_continues_its_run(devices, same, options):
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    data = jaxche.Batches({"x": x, "y": x[:, 0]}, batch_size=4)
+    number = options.get("replicas", 3)
+    fleet = None if number == 1 else jaxche.VirtualFleet([1, 1, 2], sync_ms=0.5)
+    options = {name: value for name, value in options.items() if name != "replicas"}
+    trainer = jaxche.Trainer(noisy, optax.adam(0.01), replicas=devices[:number], fleet=fleet, **options)
+    start = jax.numpy.zeros(3)
+    state, _ = trainer.fit(trainer.init(start), data, max_steps=20, progress=False)
+    again = trainer.replace(state, trainer.params(state))
+    assert (again.steps, again.epoch, again.cursor, again.round) == (20, state.epoch, state.cursor, state.round)
+    wanted, first = trainer.fit(state, data, max_steps=12, progress=False)
+    found, second = trainer.fit(again, data, max_steps=12, progress=False)
+    same(trainer.params(found), trainer.params(wanted))
+    assert [info.metrics for info in first] == [info.metrics for info in second]
+    assert [info.counts for info in first] == [info.counts for info in second]
+
+
+def test_a_stream_goes_on_in_a_state_with_another_target(devices):
+    numbers = iter(range(1000))
+    stream = ({"x": np.full((2, 3), number, np.float32), "y": np.zeros(2, np.float32)} for number in numbers)
+
+    def loss(params, batch, model_state):
+        return jax.numpy.mean((params - model_state) ** 2), ({"number": batch["x"].mean()}, model_state)
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    state, seen = trainer.init(jax.numpy.ones(3), model_state=jax.numpy.zeros(3)), []
+    for _ in range(3):
+        state, history = trainer.fit(state, stream, max_steps=2, progress=False)
+        seen += [history[-1].metrics["number"]]
+        state = trainer.replace(state, model_state=trainer.params(state))
+    assert seen == [0.5, 2.5, 4.5]
+
+
+def test_values_that_are_given_replace_those_of_the_state(problem, devices, same):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), replicas=devices[:2], opt_state="local")
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2))
+    assert state.opt_states_differ
+    kept = trainer.replace(state, problem.params)
+    same(kept.opt_state, state.opt_state)
+    same(trainer.params(kept), problem.params)
+    same(jax.tree.map(lambda x: x[1], kept.params), problem.params)
+    given = trainer.replace(state, opt_state=trainer.opt_state(state))
+    assert kept.opt_states_differ
+    assert not given.opt_states_differ
+    same(given.params, state.params)
+    same(given.local_states[1].opt_state, given.local_states[0].opt_state)
+
+
+def test_the_progress_of_a_scaling_rule_goes_on_with_another_optimizer_state(problem, devices, same):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), replicas=devices[:2], scaling=jaxche.AdamScale())
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(2, 2))
+    given = trainer.replace(state, opt_state=optax.adam(0.1).init(problem.params))
+    same(trainer.opt_state(given), optax.adam(0.1).init(problem.params))
+    before, after = state.local_states[0].opt_state, given.local_states[0].opt_state
+    assert after.progress == before.progress > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"params": {"w": np.zeros(3, np.float32)}},
+            r"params is \{'w': \(\(3\).*that of state.*trainer\.init\(params\)",
+        ),
+        (
+            {"model_state": np.zeros(2)},
+            r"model_state is .*that of state is None; write trainer\.replace\(state, model_sta",
+        ),
+        (
+            {"opt_state": "adam"},
+            r"opt_state is 'adam', not an array of numbers; write trainer\.replace\(state, opt_sta",
+        ),
+    ],
+    ids=["params", "model_state", "opt_state"],
+)
+def test_values_of_another_form_are_refused(problem, devices, values, message):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(ValueError, match=message):
+        trainer.replace(trainer.init(problem.params), **values)
+
+
+def test_a_state_of_other_replicas_is_not_taken(problem, devices):
+    one, two = (jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:n]) for n in (1, 2))
+    with pytest.raises(ValueError, match="state has 1 replicas in this process, and the trainer 2"):
+        two.replace(one.init(problem.params), problem.params)
+    with pytest.raises(ValueError, match="is not a state of this trainer"):
+        two.replace(problem.params, problem.params)
