@@ -206,3 +206,13 @@ def test_a_state_of_other_replicas_is_not_taken(problem, devices):
         two.replace(one.init(problem.params), problem.params)
     with pytest.raises(ValueError, match="is not a state of this trainer"):
         two.replace(problem.params, problem.params)
+
+
+def test_a_merge_that_is_waited_for_after_its_round_counts_as_one_that_was_not_hidden(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], overlap=0.5)
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(2, 2))
+    merge = state.in_flight
+    merged = state.merged()
+    assert merge.duration_ms > 0
+    assert merged.sync_ms == state.sync_ms + merge.duration_ms
+    assert merged.merge_ms == merge.duration_ms

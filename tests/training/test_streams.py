@@ -310,7 +310,7 @@ def test_a_state_that_json_does_not_hold_is_not_saved_and_batches_are_skipped(
         trainer, state = make(devices, 2, che=lockstep())
         callbacks = [lambda state, info, stop=stop: stop and state.round == 2]
         state, _ = trainer.fit(state, Opaque([]), progress=False, callbacks=callbacks, checkpoints=tmp_path)
-    assert any("is not saved (a object has no exact form in JSON)" in text for text in caplog.messages)
+    assert any("is not saved (an object has no exact form in JSON)" in text for text in caplog.messages)
     assert sum("the state of the stream" in text for text in caplog.messages) == 2  # once a run
     assert any("read again and skipped" in text for text in caplog.messages)
     assert ids(trained) == all_ids((0,))
