@@ -175,6 +175,7 @@ class Rounds:
         """
         self.check_state(state, "trainer.replace")
         state = state.merged()
+        params = tuple(params) if isinstance(params, list) and self._settings.staged else params
         values = {"params": params, "model_state": model_state, "opt_state": opt_state}
         given = {name: tree for name, tree in values.items() if tree is not None}
         local = state.local_states[0]

@@ -249,6 +249,15 @@ def test_refused_later(devices, data, params):
         jaxche.Trainer(whole, optax.sgd(0.1), replicas=[devices[:2], devices[2:4]])
 
 
+def test_other_values_of_the_stages_are_a_list_as_at_the_start(devices, data, params, same):
+    trainer = jaxche.Trainer(in_stages(), optax.adam(1e-2), replicas=[devices[:2], devices[2:4]])
+    state, _ = trainer.round(trainer.init(params), data)
+    again = trainer.replace(state, params)
+    same(list(trainer.params(again)), params)
+    same(trainer.opt_state(again), trainer.opt_state(state))
+    assert again.cursor == state.cursor > 0
+
+
 def test_an_error_in_mid_round_leaves_the_last_good_state(devices, data, params):
     nan = [jax.tree.map(lambda x, i=i: x * np.float32(np.nan if i == 3 else 1), data[i]) for i in range(7)]
     trainer = jaxche.Trainer(in_stages(), optax.adam(0.05), replicas=[devices[:2], devices[2:4]])
