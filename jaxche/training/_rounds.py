@@ -580,5 +580,5 @@ def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
         line = "state, history = trainer.fit(state, data), which returns both"
     else:
-        line = f"state = trainer.init(params), then {call}(state, data)"
+        line = f"state = trainer.init(params), then {call}(state, ...)"
     raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")

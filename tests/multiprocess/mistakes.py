@@ -312,7 +312,7 @@ MISTAKES = [
         "evaluate, swapped",
         lambda: trainer().evaluate(DATA, None),
         "state=Batches(",
-        "then trainer.evaluate(state, data)",
+        "then trainer.evaluate(state, ...)",
     ),
     ("params of parameters", lambda: trainer().params(PARAMS), "state={", "state = trainer.init(params)"),
     ("outputs of nothing", lambda: trainer(outputs=[]), "outputs=[] is not a function", "outputs=lambda info, batches"),
