@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -83,6 +84,16 @@ def check_replacement(name: str, tree: Any, wanted: Any) -> None:
             f"{name} is {brief(_form(tree), 160)}, and that of state is {brief(_form(wanted), 160)}; {line}. Other "
             "shapes begin a run: trainer.init(params)"
         )
+
+
+def check_params_alone(tx: optax.GradientTransformation, trees: Sequence[Any]) -> None:
+    """Refuse to replace parameters where the next step would be made from those in the state of ``tx``."""
+    for params in trees:
+        if paths := stepped_params(tx, params):
+            raise ValueError(
+                f"params alone replaces nothing: tx makes its steps from those in its state, opt_state{paths[0]}, as "
+                "optax.contrib.schedule_free does; write trainer.replace(state, params, opt_state=tx.init(params))"
+            )
 
 
 def check_model_state_of(tx: optax.GradientTransformation, params: Any, model_state: Any) -> None:

@@ -35,7 +35,7 @@ from jaxche.replicas import LocalResult, MergeScale, in_order, without_replica_a
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.training._engine import Readers
-from jaxche.training._optimizer_checks import check_replacement, check_start
+from jaxche.training._optimizer_checks import check_params_alone, check_replacement, check_start
 from jaxche.training._plan import (
     ENDLESS,
     SOLO_ROUND,
@@ -171,7 +171,8 @@ class Rounds:
           The next state; the one passed in stays valid.
 
         Raises:
-          ValueError: a tree with other arrays than the one that it replaces.
+          ValueError: a tree with other arrays than the one that it replaces, or ``params`` without ``opt_state`` for an
+            optimizer that makes its steps from parameters in its state.
         """
         self.check_state(state, "trainer.replace")
         state = state.merged()
@@ -182,6 +183,8 @@ class Rounds:
         wanted = {"params": local.params, "model_state": local.model_state, "opt_state": _of_given_tx(local.opt_state)}
         for name, tree in given.items():
             check_replacement(name, tree, without_replica_axis(wanted[name]))
+        if params is not None and opt_state is None:
+            check_params_alone(self._settings.tx, params if self._settings.staged else [params])
         params = self.params(state) if params is None else params
         return state.with_values(self._engine.placement(params, model_state, opt_state), list(given))
 

@@ -175,7 +175,10 @@ def callback(what, round, world, merged):
 
 def wait_for_others(merged):
     """Until all processes have ended the round: else its merge may lose what the dying one still sends, and fail."""
+    end = time.monotonic() + 60
     while len(os.listdir(merged)) < jax.process_count():
+        if time.monotonic() > end:
+            raise TimeoutError(f"only {sorted(os.listdir(merged))} have ended the round")
         time.sleep(0.01)
 
 

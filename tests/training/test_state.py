@@ -216,3 +216,15 @@ def test_a_merge_that_is_waited_for_after_its_round_counts_as_one_that_was_not_h
     assert merge.duration_ms > 0
     assert merged.sync_ms == state.sync_ms + merge.duration_ms
     assert merged.merge_ms == merge.duration_ms
+
+
+def test_parameters_from_which_the_optimizer_steps_are_replaced_with_its_state(problem, devices, same):
+    """The next step would return to those in its state."""
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:2])
+    state, _ = trainer.round(trainer.init(problem.params), problem.data)
+    with pytest.raises(ValueError, match=r"params alone replaces nothing.*opt_state=tx\.init\(params\)\)"):
+        trainer.replace(state, problem.params)
+    again = trainer.replace(state, problem.params, opt_state=tx.init(problem.params))
+    fresh = trainer.init(problem.params)
+    same(trainer.opt_state(again), trainer.opt_state(fresh))
