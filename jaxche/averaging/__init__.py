@@ -1,5 +1,9 @@
 """Means of trees over a named axis. Replicas that took different numbers of steps are merged into one."""
 
+from jaxche.averaging._ema import ema_init as ema_init
+from jaxche.averaging._ema import ema_step as ema_step
+from jaxche.averaging._ema import ema_values as ema_values
+from jaxche.averaging._ema import ema_weight as ema_weight
 from jaxche.averaging._mean import exchange as exchange
 from jaxche.averaging._mean import in_buckets as in_buckets
 from jaxche.averaging._mean import measure_drift, weighted_mean

@@ -126,7 +126,7 @@ class Merge:
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, (report, scaled) = reduce_rows(np.asarray(table)), _from_vector(report)
         if donates and self._takes_starts:
-            free(starts, kept=[])  # those of accelerators that merge on the host
+            free([start._replace(ema=None) for start in starts], kept=[])  # of accelerators that merge on the host
         if not report.agreed:
             kept = "" if donates else ", and the state before it is intact. Continue from it, or from a checkpoint"
             raise MergeMismatchError(
@@ -203,7 +203,7 @@ class Merge:
 
     def _next(self, start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
         """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
-        trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
+        trees = {"opt_state": carry.opt_state, "residual": start.residual, "ema": start.ema} | merged
         if (counts := trees.pop("counts", None)) is not None:
             trees["opt_state"] = with_counts(trees["opt_state"], counts)
         if any(self._kept):

@@ -225,14 +225,19 @@ class OverlappedMerge:
         rows: np.ndarray,
         wall_ms: float,
         cost_ms: float | None,
+        then: Callable[[Sequence[LocalState]], tuple[LocalState, ...]] | None = None,
     ) -> MergeInFlight:
-        """Begin to merge; the arguments are those of :meth:`exchange`, and of :class:`MergeInFlight`."""
+        """Begin to merge; the arguments are those of :meth:`exchange`, and of :class:`MergeInFlight`.
+
+        ``then`` makes the local states of the result from the merged ones.
+        """
 
         def merge() -> tuple[Merged, float]:
             clock = time.perf_counter()
             # On CPU devices beside those of the replicas it takes copies already.
             merged = self._merge(starts, carries if self._pool else self._copied(carries), rows)
-            return merged, 1e3 * (time.perf_counter() - clock)
+            took_ms = 1e3 * (time.perf_counter() - clock)
+            return merged if then is None else merged._replace(local_states=then(merged.local_states)), took_ms
 
         self._last = called_now(merge) if self._pool is None else self._pool.submit(merge)
         return MergeInFlight(wall_ms, cost_ms, self._last)

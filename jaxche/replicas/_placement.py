@@ -57,6 +57,7 @@ TREES = {
     "residual": NamedTree("residual"),
     "opt_state": NamedTree("mirrored"),
     "outer_state": NamedTree("mirrored"),
+    "ema": NamedTree("mirrored"),
     "noise": NamedTree("mirrored"),
     "tracked": NamedTree("mirrored"),
     "preconditioner": NamedTree("mirrored"),

@@ -71,12 +71,14 @@ class _Trees(NamedTuple):
     noise: Any = None
     progress: Any = None
     residual: Any = None
+    ema: Any = None
 
 
 class LocalState(_Trees):
     """The state of one replica between rounds; each leaf has a leading axis of 1, its row of the ``[R, ...]`` view.
 
-    ``noise`` and ``progress`` are None unless learning rates are scaled, and ``residual`` unless a merge sends codes.
+    ``noise`` and ``progress`` are None unless learning rates are scaled, ``residual`` unless a merge sends codes, and
+    ``ema`` unless the parameters and the model state have a moving average.
     After a merge it has the views whose row it is; a state that is made from it has none. ``params`` and ``opt_state``
     may be given as :class:`Deferred` trees.
     """
@@ -266,7 +268,7 @@ class LocalPrograms:
         packed = local.packed(self._packings)
         places = {name: self._packings[name].places(one) for name, one in packed.items()}
         # Without what no step needs: each array and each number takes time to dispatch.
-        needed = local._replace(outer_state=(), residual=None, **packed)
+        needed = local._replace(outer_state=(), residual=None, ema=None, **packed)
         scale = MergeScale(*map(np.float32, merge_scale))
         if self._average == "gradients" and self._scaling is None:
             needed, scale = needed._replace(opt_state=()), None

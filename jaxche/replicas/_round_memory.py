@@ -34,7 +34,8 @@ def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequ
     fixed = {
         "parameters": nbytes_per_device(local.params),
         "optimizer state": nbytes_per_device(local.opt_state),
-        "model state": nbytes_per_device(local._replace(params=None, opt_state=None, residual=None)),
+        "model state": nbytes_per_device(local._replace(params=None, opt_state=None, residual=None, ema=None)),
+        **({"moving average": nbytes_per_device(local.ema)} if local.ema is not None else {}),
         **({"unsent changes": nbytes_per_device(local.residual)} if local.residual is not None else {}),
         **({"frozen arrays": frozen} if frozen else {}),
         "working copy": nbytes_per_device(carry, carry_shardings),

@@ -31,6 +31,7 @@ from jaxche.training._checks import (
     check_rules,
     check_scaling,
     check_wire,
+    checked_ema,
     checked_max_rows,
     checked_overlap,
     checked_paces,
@@ -81,6 +82,7 @@ class Arguments:
     overlap: float | None
     groups: str | Sequence[Sequence[int]] | None
     group_merges: int | None
+    ema: float | None
 
     def settings(self) -> Settings:
         """The settings that follow; ValueError for an argument that is invalid, alone or with others."""
@@ -118,6 +120,7 @@ class Arguments:
             merge=averaging.merge,
             opt_state=averaging.opt_state,
             outer=self.outer,
+            ema=checked_ema(self.ema),
             placements=placements,
             processes_of_ranks=[
                 tuple(sorted({device.process_index for device in placement.devices.flat})) for placement in placements
@@ -216,6 +219,7 @@ class Arguments:
             "rows": f"{settings.rows}, {settings.joined} batches joined, max_rows={self.max_rows}",
             "scaling": rule_text(self.scaling),
             "base_batch_size": str(self.base_batch_size),
+            **({"ema": str(settings.ema)} if settings.ema else {}),
             **{f"che.{name}": abbreviated(value) for name, value in che.items()},
         }
 

@@ -39,6 +39,7 @@ _log = logging.getLogger("jaxche")
 _OF_ARGUMENTS = {
     "noise": ("a run with another scaling=", "scaling="),
     "outer_state": ("a run with another outer=", "outer="),
+    "ema": ("a run with another ema=", "ema="),
 }
 # Seconds between checkpoints where rounds are short, by default. With overlap at least so many merges are between them,
 # because a save waits for the merge before it.

@@ -190,6 +190,8 @@ def check_auto(given: Mapping[str, Any], staged: bool) -> None:
 
 # The largest part of a round beside a merge: later corrections make training unstable.
 MOST_OVERLAP = 0.5
+# Half of the run: the mean of all parameters so far.
+_MOST_AGE = 0.5
 
 
 def checked_overlap(overlap: Any) -> float:
@@ -201,6 +203,19 @@ def checked_overlap(overlap: Any) -> float:
             "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
         )
     return float(overlap)
+
+
+def checked_ema(ema: Any) -> float | None:
+    """The mean age of the parameters in the moving average, as a part of the run so far."""
+    if ema is None:
+        return None
+    is_number = isinstance(ema, int | float | np.floating) and not isinstance(ema, bool)
+    if not is_number or not 0 < ema <= _MOST_AGE:
+        raise ValueError(
+            f"ema={brief(ema)} is the mean age of the parameters in the moving average, as a part of the run so far, "
+            f"and no decay: a number above 0, of at most {_MOST_AGE}; write ema=0.05"
+        )
+    return float(ema)
 
 
 def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[BatchPlacement], virtual: bool) -> None:

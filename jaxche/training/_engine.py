@@ -338,8 +338,17 @@ class Engine:
                 f"state is of a trainer whose wire is {other}, and here wire={self._settings.wire!r}; start from "
                 "its own: state = trainer.init(other.params(state))"
             )
+        self._check_ema(local)
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
+
+    def _check_ema(self, local: LocalState) -> None:
+        has_ema = bool(jax.tree.leaves(local.ema))
+        if has_ema != (self._settings.ema is not None):
+            raise ValueError(
+                f"state is of a trainer {'with' if has_ema else 'without'} ema=; start from this trainer's own: "
+                "state = trainer.init(other.params(state))"
+            )
 
     def reader(self, data: Any) -> Reader:
         """The reader of this data."""
@@ -536,13 +545,14 @@ class Engine:
         rows: np.ndarray,
         wall_ms: float,
         cost_ms: float | None,
+        then: Callable[[Sequence[LocalState]], tuple[LocalState, ...]] | None,
     ) -> MergeInFlight:
-        """Begin to merge the local replicas with those of all processes; see :class:`MergeInFlight` for the times."""
+        """Begin to merge the local replicas with those of all processes; see :meth:`OverlappedMerge.start`."""
         carries = [result.carry for result in results]
         if planned.state.unsent is not None:  # sums of the round before, which are no weights of this one
             sums = zip(carries, planned.state.unsent.sums, strict=True)
             carries = [without_sums(carry, before) for carry, before in sums]
-        return self._merge.start(self.fitted(planned.starts), carries, rows, wall_ms, cost_ms)
+        return self._merge.start(self.fitted(planned.starts), carries, rows, wall_ms, cost_ms, then)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""

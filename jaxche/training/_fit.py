@@ -20,6 +20,7 @@ from jaxche.replicas import free
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
 from jaxche.training._checks import checked_callbacks
+from jaxche.training._ema import with_ema_values
 from jaxche.training._evaluate import (
     MOST_BATCHES,
     MetricProgram,
@@ -102,9 +103,9 @@ def fit(
       max_time: how many more seconds. Training ends at the first merge after. Only steps, waits and merges count, as in
         ``RoundInfo.clock_ms``, not compilation, evaluation, callbacks and checkpoints. On a
         :class:`~jaxche.VirtualFleet` these are its seconds.
-      validation: data to evaluate the merged parameters on, as for :meth:`evaluate`. The results are in
-        ``RoundInfo.validation``, and so in the history, its plot, the progress line and the loggers. One batch is
-        read before the first step, to refuse what could not be evaluated.
+      validation: data to evaluate the merged parameters on, or with ``ema=`` their moving average, as for
+        :meth:`evaluate`. The results are in ``RoundInfo.validation``, and so in the history, its plot, the progress
+        line and the loggers. One batch is read before the first step, to refuse what could not be evaluated.
       metric_fn: of the evaluation, see :meth:`evaluate`.
       metrics: of the evaluation, as for :meth:`evaluate`.
       eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch. The
@@ -193,9 +194,9 @@ def _dry_round(trainer: Rounds, state: TrainerState, arguments: _Arguments, prog
     after.merged()
     if program is None:
         return info
-    evaluation = arguments.evaluation
+    evaluation, averaged = arguments.evaluation, with_ema_values(trainer._engine, state)
     batches = [*itertools.islice(batches_of(evaluation.data), 1)] * trainer.world_size
-    return replace(info, validation=evaluate(trainer, state, batches, program, evaluation.metrics))
+    return replace(info, validation=evaluate(trainer, averaged, batches, program, evaluation.metrics))
 
 
 def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:

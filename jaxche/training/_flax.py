@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxche.reports import History, RoundInfo
-    from jaxche.training._rounds import Rounds
     from jaxche.training._state import TrainerState
+    from jaxche.training._states import States
 
 
 @short_traceback
@@ -247,7 +247,7 @@ class NNXLoss:
         return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in leaves])
 
     @short_traceback
-    def update(self, trainer: Rounds, state: TrainerState, history: History) -> None:
+    def update(self, trainer: States, state: TrainerState, history: History) -> None:
         """Update the model, and the optimizer if there is one, in place as ``nnx.update`` does.
 
         Args:

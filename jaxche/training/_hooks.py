@@ -19,6 +19,7 @@ from jaxche.distributed import RESTART, PeerLostError
 from jaxche.messages import brief, per_rank
 from jaxche.replicas import LocalState, free
 from jaxche.reports import Every, History, Logger, Reached, RoundInfo
+from jaxche.training._ema import with_ema_values
 from jaxche.training._evaluate import MetricProgram, evaluate
 from jaxche.training._plan import End
 from jaxche.training._rounds import Rounds
@@ -123,7 +124,8 @@ class EvaluationHook(Hook):
 
     def _evaluate(self, run: Run) -> None:
         try:
-            found = evaluate(self._trainer, run.state, self._data, self._program, self._metrics)
+            state = with_ema_values(self._trainer._engine, run.state)
+            found = evaluate(self._trainer, state, self._data, self._program, self._metrics)
         except PeerLostError as error:
             if not self._trainer._group.elastic:
                 raise

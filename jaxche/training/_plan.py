@@ -131,6 +131,10 @@ class GivenRound(NamedTuple):
         return cls(info.planned, info.counts, info.shares, info.joined, *beside, info.group_merges)
 
 
+# Nothing is given: the cadence plans the round.
+PLANNED = GivenRound()
+
+
 class PlanRules(NamedTuple):
     """The rules by which the rounds of a trainer are planned.
 
@@ -141,6 +145,7 @@ class PlanRules(NamedTuple):
       unit: shares of rows are multiples of it, because each device of a sharded replica takes as many rows.
       solo_steps: steps in a round of a single replica; None for :data:`SOLO_ROUND`, or more where steps are short.
       newcomers: the ranks whose state is on its way; in a round of local steps they take none.
+      ema: the mean age of the parameters in a moving average, as a part of the run so far; None without one.
     """
 
     policy: ApplyPolicy
@@ -149,6 +154,7 @@ class PlanRules(NamedTuple):
     unit: int = 1
     solo_steps: int | None = None
     newcomers: tuple[int, ...] = ()
+    ema: float | None = None
 
     def policy_of(self, state: TrainerState) -> ApplyPolicy:
         """The policy of the next round."""
@@ -272,12 +278,18 @@ def _whole_counts(state: TrainerState, rules: PlanRules, left: int, stops: Seque
     return one_each if rules.policy_of(state) is ApplyPolicy.SYNC else che.batch_counts
 
 
+# Rounds of a single replica within the mean age of a moving average.
+_EMA_ROUNDS = 8
+
+
 def _solo_steps(state: TrainerState, rules: PlanRules, stops: Sequence[int]) -> int:
     """The steps of a single replica in a whole round, by the mean time of those before; they double at most."""
     number = rules.solo_steps
     if number is None:
         lasting = _SOLO_MS * state.steps / state.clock_ms if state.clock_ms else 0
         number = max(SOLO_ROUND, min(state.steps, int(lasting)))
+    if rules.ema is not None:  # it takes in the parameters at the end of a round
+        number = min(number, max(1, int(rules.ema * state.steps / _EMA_ROUNDS)))
     return min([number, *(every - state.steps % every for every in stops)])
 
 

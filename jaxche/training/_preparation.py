@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import outer_init
+from jaxche.averaging import ema_init, outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.data import SequenceReader, is_stream, join_pieces, line_for_two_arrays
 from jaxche.replicas import (
@@ -85,7 +85,8 @@ class PreparedEngine(Engine):
             outer_state = outer_init(settings.outer, params) if settings.outer else None
             scaled = settings.scaling.start(params) if settings.scaling else {}
             opt_state = jax.tree.map(jnp.asarray, tx.init(params))  # it may have Python's numbers
-            local = LocalState(params, opt_state, model_state, outer_state, **scaled)
+            ema = ema_init((params, model_state)) if settings.ema else None
+            local = LocalState(params, opt_state, model_state, outer_state, ema=ema, **scaled)
             if settings.wire != "float32":  # "auto" may take codes later
                 moments = list(itertools.compress(jax.tree.leaves(opt_state), coded))
                 residual = zero_residual(params, moments, world_size, is_sharded)

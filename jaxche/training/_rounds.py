@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ import numpy as np
 from jaxche.cadence import (
     DEAR,
     ApplyPolicy,
-    DivergenceCorrection,
     ElChe,
     RoundPlan,
     RowShares,
@@ -31,13 +31,14 @@ from jaxche.cadence import (
 from jaxche.data import Feed, Key, Reader
 from jaxche.distributed import hang_timeout
 from jaxche.messages import brief, short_traceback
-from jaxche.replicas import LocalResult, MergeScale, in_order, without_replica_axis
+from jaxche.replicas import LocalResult, MergeScale, in_order
 from jaxche.reports import RoundInfo
-from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
+from jaxche.scaling import effective_replicas
+from jaxche.training._ema import ema_weight_of, with_ema_step
 from jaxche.training._engine import Readers
-from jaxche.training._optimizer_checks import check_params_alone, check_replacement, check_start
 from jaxche.training._plan import (
     ENDLESS,
+    PLANNED,
     SOLO_ROUND,
     End,
     GivenRound,
@@ -66,8 +67,6 @@ from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
 
 _log = logging.getLogger("jaxche")
-
-_PLANNED = GivenRound()
 
 
 def _is_on(*settings: str) -> bool:
@@ -121,92 +120,6 @@ class Rounds:
     def policy(self) -> ApplyPolicy:
         """When replicas merge, as given."""
         return self._settings.policy
-
-    @short_traceback
-    @jax.transfer_guard("allow")
-    def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
-        """Put one set of parameters on every replica.
-
-        Args:
-          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function without arguments that
-            returns it. The devices of an island then each compute their own shards, so that a model larger than one
-            device can start. The function is traced once per island, so it must draw from keys, not from a stateful
-            generator. Every process passes the same parameters.
-          model_state: pytree of the values that the loss changes besides parameters, e.g. batch statistics.
-          opt_state: initial optimizer state of every replica, e.g. ``train_state.opt_state``; by default
-            ``tx.init(params)``.
-
-        Returns:
-          The state before the first round.
-
-        Raises:
-          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, whose update needs more
-            than gradients and the loss, or that follows the path of one replica, or an ``opt_state`` of another
-            optimizer.
-        """
-        check_untraced("trainer.init")
-        self._check_context_mesh("trainer.init")
-        check_start(self._settings, self.world_size, params, model_state, opt_state)
-        local_states = self._engine.placement(params, model_state, opt_state)
-        state = TrainerState(local_states, self._settings.che, DivergenceCorrection(), _view=self._engine.view)
-        return self._with_own_choices(state)
-
-    @short_traceback
-    @jax.transfer_guard("allow")
-    def replace(
-        self, state: TrainerState, params: Any = None, model_state: Any = None, opt_state: Any = None
-    ) -> TrainerState:
-        """The state with other values, e.g. another target network or learning rate, in a run that goes on.
-
-        All that is not given stays: the place in the data, random keys, measured times, and the optimizer state of each
-        replica. In a run of several processes all of them call this together.
-
-        Args:
-          state: from :meth:`init` or a round.
-          params: pytree like ``trainer.params(state)``, for every replica.
-          model_state: pytree like ``trainer.model_state(state)``, for every replica.
-          opt_state: pytree like ``trainer.opt_state(state)``, for every replica.
-
-        Returns:
-          The next state; the one passed in stays valid.
-
-        Raises:
-          ValueError: a tree with other arrays than the one that it replaces, or ``params`` without ``opt_state`` for an
-            optimizer that makes its steps from parameters in its state.
-        """
-        self.check_state(state, "trainer.replace")
-        state = state.merged()
-        params = tuple(params) if isinstance(params, list) and self._settings.staged else params
-        values = {"params": params, "model_state": model_state, "opt_state": opt_state}
-        given = {name: tree for name, tree in values.items() if tree is not None}
-        local = state.local_states[0]
-        wanted = {"params": local.params, "model_state": local.model_state, "opt_state": _of_given_tx(local.opt_state)}
-        for name, tree in given.items():
-            check_replacement(name, tree, without_replica_axis(wanted[name]))
-        if params is not None and opt_state is None:
-            check_params_alone(self._settings.tx, params if self._settings.staged else [params])
-        params = self.params(state) if params is None else params
-        return state.with_values(self._engine.placement(params, model_state, opt_state), list(given))
-
-    def params(self, state: TrainerState) -> Any:
-        """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.unreplicate(checked_state(state).merged().local_states[0].params)
-
-    def model_state(self, state: TrainerState) -> Any:
-        """The merged model state: one plain pytree without a replica axis."""
-        return self._engine.unreplicate(checked_state(state).merged().local_states[0].model_state)
-
-    def opt_state(self, state: TrainerState) -> Any:
-        """The optimizer state: one plain pytree without a replica axis, e.g. for :meth:`init`.
-
-        If replicas have states of their own, as with ``opt_state="local"``, it is that of the first replica of this
-        process. With ``scaling=`` it is the state of the ``tx`` that was given.
-        """
-        return self._engine.unreplicate(_of_given_tx(checked_state(state).merged().local_states[0].opt_state))
-
-    def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
-        """The measured gradient noise scale, or None without ``scaling=``."""
-        return self._engine.unreplicate(checked_state(state).local_states[0].noise)
 
     @short_traceback
     @jax.transfer_guard("allow")
@@ -320,7 +233,8 @@ class Rounds:
         """The rules of the next plan; an elastic run changes the number of replicas."""
         joined = self.world_size if self._settings.chooses else self._settings.joined
         newcomers = self._membership.newcomers if self._membership else ()
-        return PlanRules(self.policy, self.world_size, joined, self._settings.unit, self._solo_steps, newcomers)
+        unit, ema = self._settings.unit, self._settings.ema
+        return PlanRules(self.policy, self.world_size, joined, unit, self._solo_steps, newcomers, ema)
 
     def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
@@ -334,7 +248,7 @@ class Rounds:
     @hang_timeout()
     @_without_debug_nans()
     def _round(
-        self, state: TrainerState, data: Any, end: End | None = None, given: GivenRound = _PLANNED
+        self, state: TrainerState, data: Any, end: End | None = None, given: GivenRound = PLANNED
     ) -> tuple[TrainerState, RoundInfo]:
         """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from its measurements.
 
@@ -372,9 +286,14 @@ class Rounds:
             unsent = with_errors(planned, table.counts, unsent, engine.ranks)
             if not self._has_peers:  # else the next round ends all processes
                 raise unsent.error
+        then = None
+        if settings.ema and (weight := ema_weight_of(settings.ema, after)) is not None:
+            after, then = replace(after, ema_examples=after.examples), partial(with_ema_step, engine, weight=weight)
         if engine.overlaps:
-            in_flight = engine.start_merge(planned, results, sent, max(table.wall_ms), times.merge_ms)
+            in_flight = engine.start_merge(planned, results, sent, max(table.wall_ms), times.merge_ms, then)
             after = replace(after, in_flight=in_flight, unsent=unsent)
+        elif then is not None:
+            after = replace(after, local_states=then(after.local_states))
         after = self._with_shares(self._with_wire(after, given), planned, info, table)
         self._log_limit(after.che)
         if settings.outputs is not None and not given.keeps:
@@ -417,7 +336,7 @@ class Rounds:
             opt_states_differ=engine.opt_states_differ(state.local_states[0]),
         )
 
-    def _overlaps(self, state: TrainerState, given: GivenRound = _PLANNED) -> tuple[float, ...]:
+    def _overlaps(self, state: TrainerState, given: GivenRound = PLANNED) -> tuple[float, ...]:
         """The parts of a round that may run beside a merge of local steps, among which ``"auto"`` chooses."""
         overlaps = self._settings.overlaps
         if len(overlaps) == 1:
@@ -425,7 +344,7 @@ class Rounds:
         is_free = not (given.donates or given.settles) and self._engine.keeps_opt_state(state.local_states[0])
         return overlaps if is_free else overlaps[:1]
 
-    def _with_own_choices(self, state: TrainerState, given: GivenRound = _PLANNED) -> TrainerState:
+    def _with_own_choices(self, state: TrainerState, given: GivenRound = PLANNED) -> TrainerState:
         """The state without the choices of a trainer with other arguments, and with those that this one makes."""
         first = self._first_choice
         choice = first and (state.choice or first)
@@ -458,7 +377,7 @@ class Rounds:
         state: TrainerState,
         data: Any,
         end: End = ENDLESS,
-        given: GivenRound = _PLANNED,
+        given: GivenRound = PLANNED,
     ) -> RoundPlan:
         """The plan of a round, with its programs compiled."""
         reader.seek(state)
@@ -473,7 +392,7 @@ class Rounds:
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         return plan
 
-    def _plan(self, state: TrainerState, size: int, end: End = ENDLESS, given: GivenRound = _PLANNED) -> RoundPlan:
+    def _plan(self, state: TrainerState, size: int, end: End = ENDLESS, given: GivenRound = PLANNED) -> RoundPlan:
         """The plan of the next round on data with ``size`` batches in an epoch."""
         if state.cursor >= size:
             raise ValueError(
@@ -548,11 +467,6 @@ class Rounds:
         if self._group.is_first:
             line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
             _log.warning(line, che.limit)
-
-
-def _of_given_tx(opt_state: Any) -> Any:
-    """The state of the optimizer that was given, which a scaling rule wraps."""
-    return opt_state.inner_state if isinstance(opt_state, ScaleLearningRateState) else opt_state
 
 
 def check_untraced(call: str) -> None:

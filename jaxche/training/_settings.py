@@ -32,6 +32,7 @@ class Settings:
     merge: str
     opt_state: str
     outer: optax.GradientTransformation | None
+    ema: float | None
     placements: Sequence[Placement]  # of the replicas of all processes at the start
     processes_of_ranks: Sequence[tuple[int, ...]]  # of each replica
     seed: int

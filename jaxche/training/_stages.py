@@ -50,7 +50,7 @@ from jaxche.training._fingerprint import digest
 from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._preparation import PreparedEngine
 
-_STAGE_TREES = ("params", "opt_state", "outer_state")
+_STAGE_TREES = ("params", "opt_state", "outer_state", "ema")
 
 
 class StagedPlacement:
@@ -420,6 +420,7 @@ class StagedEngine(PreparedEngine):
         return digest([super(StagedEngine, self)._digest_of(tx, params, **extra) for params in shapes])
 
     def _check_trees(self, local: LocalState) -> None:
+        self._check_ema(local)
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 

@@ -48,6 +48,7 @@ class TrainerState:
       stream: with a stream as data, the position in it within an epoch, else None.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
       steps: batches trained on so far, by all replicas.
+      ema_examples: trained on when the moving average last took in the parameters.
       group_merges: with ``groups=``, the merges of the next round, of which the last one is of all replicas.
       opt_states_differ: whether replicas have optimizer states of their own, as with ``opt_state="local"``. The first
         round that averages gradients gives all of them the mean.
@@ -82,6 +83,7 @@ class TrainerState:
     choice: Choice | None = None
     wire: WireChoice | None = None
     steps: int = 0
+    ema_examples: int = 0
     clock_merge_ms: float = 0.0
     group_merges: int = 1
     stream: StreamPosition | None = None

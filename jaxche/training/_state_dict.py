@@ -41,6 +41,7 @@ _FIELDS = (
     "clock_ms",
     "clock_merge_ms",
     "steps",
+    "ema_examples",
     "group_merges",
 )
 

@@ -35,14 +35,14 @@ from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._fit import fit
 from jaxche.training._membership import Membership
 from jaxche.training._plan import GivenRound, unit_of_shares
-from jaxche.training._rounds import Rounds, checked_state
 from jaxche.training._state import TrainerState
+from jaxche.training._states import States, checked_state
 
 # Replicas whose times differ by less are equally fast.
 _ALIKE = 1.1
 
 
-class Trainer(Rounds):
+class Trainer(States):
     r"""Trains one model on replicas of different speeds.
 
     .. math:: x' = x_0 - \alpha \sum_i w_i (x_0 - x_i)
@@ -77,6 +77,9 @@ class Trainer(Rounds):
         initializes the moments again. Schedules and random keys continue in all three cases. Where merges run beside
         steps it is ``"local"``.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
+      ema: keep a moving average of the merged parameters and of the floats in the model state, whose mean age is this
+        part of the run so far, e.g. 0.05; see the notes. ``fit(validation=)`` evaluates it, and
+        :meth:`with_ema` gives the state with it.
       replicas: the replicas of all processes, each a device or a mesh of devices (an *island*). ``"process"``: all
         devices of a process are one replica, whose step is one program, as of ``jit`` over a mesh, and cuts each batch
         over them; for equally fast devices. By default every device of :func:`jaxche.devices` is a replica; with
@@ -204,6 +207,7 @@ class Trainer(Rounds):
         overlap: float | None = None,
         groups: str | Sequence[Sequence[int]] | None = None,
         group_merges: int | None = None,
+        ema: float | None = None,
     ):
         arguments = Arguments(
             loss_fn=loss_fn,
@@ -230,6 +234,7 @@ class Trainer(Rounds):
             overlap=overlap,
             groups=groups,
             group_merges=group_merges,
+            ema=ema,
         )
         super().__init__(arguments.settings())
         if isinstance(self._group, ElasticGroup):
@@ -253,6 +258,7 @@ class Trainer(Rounds):
             by_speed = policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
             rules += [f"rows={settings.rows!r}"] if (settings.rows == "speed") != by_speed else []
         rules += [f"strategy={settings.strategy}"] if settings.strategy != NoShard() else []
+        rules += [f"ema={settings.ema:g}"] if settings.ema else []
         rules += [f"scaling={rule_text(settings.scaling.rule)}"] if settings.scaling else []
         return f"Trainer({', '.join([_replicas_text(self._engine.devices, settings.fleet), *rules])})"
 

@@ -286,7 +286,7 @@ def islands(problem, groups, host, named):
     else:
         knobs = {"replicas": [strategy.mesh(devices) for devices in grouped], "strategy": strategy}
     counts = COUNTS if len(groups) > 1 else [(sum(row),) for row in COUNTS]
-    trainer = jaxche.Trainer(Sums.loss, optax.adam(0.05), **knobs)
+    trainer = jaxche.Trainer(Sums.loss, optax.adam(0.05), ema=0.2, **knobs)
     state = trainer.init(problem.params)
     told = []
     for row in counts:
@@ -296,7 +296,8 @@ def islands(problem, groups, host, named):
     torn = name_of_error(lambda: trainer.round(state, Torn(problem.data, range(99)), counts=(3,) * len(groups)))
     state, info = trainer.round(state, problem.data, counts=(1,) * len(groups))
     whole = None if host else jax.sharding.NamedSharding(_mesh_of(state), jax.P())
-    trees = jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(trainer.params(state)))
+    averages = trainer.params(trainer.with_ema(state))
+    trees = jax.device_get(jax.jit(lambda x: x, out_shardings=whole)((trainer.params(state), averages)))
     return {
         "trees": jax.tree.map(np.ndarray.tolist, trees),
         "told": told,

@@ -31,9 +31,9 @@ UNSAVED = ("JOIN", "AGAIN", "JOIN zero", "AGAIN zero")
 RULES = {
     "plain": {},
     "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
-    "overlapped": {"overlap": 0.5},
+    "overlapped": {"overlap": 0.5, "ema": 0.2},
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
-    "codes": {"wire": "int4"},
+    "codes": {"wire": "int4", "ema": 0.2},
     "gradients": {"average": "gradients"},
     "groups": {"groups": "process", "group_merges": 2},
 }
@@ -390,6 +390,7 @@ def main(what, round, folder, rules="plain"):
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),
+        "averages": [x.tolist() for x in jax.tree.leaves(jax.device_get(state.merged().local_states[0].ema))],
         "rounds": [[info.round, info.epoch, info.cursor, info.counts, info.loss] for info in history],
         "validation": [[info.steps_done, info.validation] for info in history if info.validation],
     }

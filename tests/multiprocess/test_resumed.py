@@ -540,3 +540,7 @@ def test_overlapped_merges_give_what_one_process_gets(program, tmp_path, devices
     assert any(info.overlapped for info in history)
     here = jax.device_get(trainer.params(state))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-5, atol=1e-6), here, zero["params"])
+    averages = jax.tree.leaves(jax.device_get(state.local_states[0].ema))
+    pairs = zip(averages, zero["averages"], strict=True)
+    assert all(np.allclose(x, np.float32(found), rtol=1e-5, atol=1e-6) for x, found in pairs)
+    assert not np.allclose(averages[0], here["b"], rtol=1e-3)

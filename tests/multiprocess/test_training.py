@@ -59,19 +59,20 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(program, t
 
 @pytest.fixture(scope="module")
 def devices_alone(program, devices):
-    """Trains so many devices of one process: the parameters, and what was told of the rounds."""
+    """Trains so many devices of one process: the parameters, their averages, and what was told of the rounds."""
 
     @functools.cache
     def train(world):
         problem = program.Problem()
-        trainer = jaxche.Trainer(program.Sums.loss, optax.adam(0.05), replicas=devices[:world])
+        trainer = jaxche.Trainer(program.Sums.loss, optax.adam(0.05), replicas=devices[:world], ema=0.2)
         state = trainer.init(problem.params)
         told = []
         for counts in program.COUNTS:
             state, info = trainer.round(state, problem.data, counts=counts if world > 1 else (sum(counts),))
             told.append([info.counts, info.loss, info.drift, info.losses])
         state, _ = trainer.round(state, problem.data, counts=(1,) * world)
-        return jax.device_get(trainer.params(state)), json.loads(json.dumps(told))
+        averages = trainer.params(trainer.with_ema(state))
+        return jax.device_get([trainer.params(state), averages]), json.loads(json.dumps(told))
 
     return train
 
@@ -98,8 +99,9 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(
     world = len(groups)
     here, told = devices_alone(world)
     for process, result in enumerate(results):
-        for name, leaf in here.items():
-            np.testing.assert_allclose(result["trees"][name], leaf, rtol=1e-5, atol=1e-6)
+        for trees, found in zip(here, result["trees"], strict=True):
+            for name, leaf in trees.items():
+                np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-6)
         shown = [np.array(list(_leaves(t)), np.float64) for t in (result["told"], told)]
         np.testing.assert_allclose(*shown, rtol=1e-4, atol=1e-4)
         assert result["rates"] == world
