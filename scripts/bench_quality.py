@@ -1,8 +1,9 @@
 """Time to quality on a virtual clock, for several ways to use a fleet of unequal devices.
 
-Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are two
+Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are three
 measures. ``constant``: the time until the held-out loss reaches that of the fast device alone at the deadline, at a
-constant learning rate. ``annealed``: the held-out loss at the deadline, with a learning rate that falls to zero there.
+constant learning rate. ``averaged``: the same of the moving average of the parameters, of all arms. ``annealed``: the
+held-out loss at the deadline, with a learning rate that falls to zero there.
 Each arm takes its learning rate from a grid, by its result on seed 0, and keeps it for the other seeds; where two rates
 have the same seeds, their medians decide.
 
@@ -48,9 +49,10 @@ from jaxche.cli import _tasks
 from jaxche.training._plan import GivenRound
 
 RESULTS = Path(__file__).with_name("quality.jsonl")
-# The page with the tables of the standard cells, between these lines.
+# The page with the tables of the standard cells and of the averaged measure, between lines that name them.
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements.md"
-BEGIN, END = "<!-- quality: scripts/bench_quality.py --write -->", "<!-- end of quality -->"
+BEGIN, END = "<!-- {}: scripts/bench_quality.py --write -->", "<!-- end of {} -->"
+EMA = 0.05  # of the averaged measure
 STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
 # Seconds to the deadline on the clock: about 3,000 batches of the text task over the fleet.
 DEADLINES = {"20/50": 40.0, "20/20/40/80": 24.0, "20/20/60": 24.0, "20/20/20/20/30/30/60/120": 12.0}
@@ -60,7 +62,7 @@ SHARE = {"text": 1.0, "late": 0.5, "mnist": 0.5, "momentum": 0.5, "digits": 0.25
 VARIANTS = {"late": "text", "momentum": "mnist"}
 GRIDS = {"text": (2e-3, 4e-3, 8e-3, 16e-3), "late": (5e-4, 1e-3, 2e-3, 4e-3), "mnist": (1e-3, 2e-3, 4e-3, 8e-3)}
 GRIDS |= {"digits": GRIDS["text"], "momentum": (2e-2, 4e-2, 8e-2, 16e-2)}
-POINTS = {"constant": 12, "annealed": 6}  # evaluations of a run
+POINTS = {"constant": 12, "annealed": 6, "averaged": 12}  # evaluations of a run
 LATE = {"epochs": 10, "learning_rate": 4e-3}  # of the run from which the late task starts
 
 # Cells: a task on a fleet.
@@ -214,8 +216,8 @@ class Trained(NamedTuple):
 class Bench:
     """An arm on a cell, compiled once for all its learning rates and seeds."""
 
-    def __init__(self, arm: Arm, cell: Cell, task: Task):
-        self.arm, self.cell, self.task = arm, cell, task
+    def __init__(self, arm: Arm, cell: Cell, task: Task, averages: bool = False):
+        self.arm, self.cell, self.task, self.averages = arm, cell, task, averages
         self.speeds = arm.devices(cell.speeds)
         fixed = cell.fixed_ms if len(self.speeds) > 1 else 0.0
         costs = {"sync_ms": cell.sync_ms, "group_sync_ms": arm.group_ms, "link_mbit": cell.link_mbit}
@@ -223,7 +225,7 @@ class Bench:
             costs["exchange_ms"] = arm.exchange * cell.sync_ms
         self.fleet = jaxche.VirtualFleet(self.speeds, **costs, fixed_ms=fixed)
         self.tx = scheduled(task.direction)
-        self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)
+        self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet, EMA if averages else None)
 
     def train(self, lr: float, seed: int, total: int, end: float, points: int) -> Trained:
         """Train to the deadline; with ``points`` evaluations at even times, the last one at the end."""
@@ -253,11 +255,15 @@ class Bench:
             state = after
             history.append(info)
             if points and info.clock_ms >= mark - 1e-6 and mark < deadline:
-                curve.append((info.clock_ms, self.task.evaluate(trainer.params(state))["loss"]))
+                curve.append((info.clock_ms, self._evaluated(state)["loss"]))
         if points:
-            metrics = self.task.evaluate(self.trainers[0].params(state))
+            metrics = self._evaluated(state)
             curve.append((state.merged().clock_ms, metrics["loss"]))
         return Trained(curve, metrics, history)
+
+    def _evaluated(self, state: Any) -> dict[str, float]:
+        trainer = self.trainers[0]
+        return self.task.evaluate(trainer.params(trainer.with_ema(state) if self.averages else state))
 
     def _cut(self, info: jaxche.RoundInfo, left_ms: float) -> GivenRound | None:
         """The round with the steps that fit into the time that is left; None if none do."""
@@ -279,14 +285,19 @@ class Bench:
 
     def _counts(self, progress: Progress, mark: float) -> Counts | None:
         if len(self.speeds) == 1:
-            # A round of a single replica only reports: up to the next evaluation.
-            return (max(1, math.ceil((mark - progress.clock_ms) / self.speeds[0] - 1e-9)),)
+            # A round of a single replica only reports, and an average takes it in: up to the next evaluation.
+            most = math.ceil((mark - progress.clock_ms) / self.speeds[0] - 1e-9)
+            return (max(1, min(most, _SOLO_STEPS) if self.averages else most),)
         return self.arm.counts(progress) if self.arm.counts else None
 
 
+# Of a round whose end an average takes in.
+_SOLO_STEPS = 5
+
+
 @functools.lru_cache(maxsize=1)
-def bench(arm: Arm, cell: Cell, cache: Path) -> Bench:
-    return Bench(arm, cell, load(cell.task, cache))
+def bench(arm: Arm, cell: Cell, cache: Path, averages: bool) -> Bench:
+    return Bench(arm, cell, load(cell.task, cache), averages)
 
 
 def rehearsal(arm: Arm, cell: Cell, cache: Path) -> int:
@@ -308,8 +319,8 @@ def rehearsal(arm: Arm, cell: Cell, cache: Path) -> int:
 def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
     """One run as a line of the results; ``known`` are the batches to the deadline, if another run has shown them."""
     began = time.perf_counter()
-    arm, end = ARMS[job.arm], 1.0 if job.measure == "constant" else 0.0
-    one = bench(arm, job.cell, cache)
+    arm, end = ARMS[job.arm], 0.0 if job.measure == "annealed" else 1.0
+    one = bench(arm, job.cell, cache, job.measure == "averaged")
     total = round(sum(job.cell.deadline_s * 1e3 / ms for ms in one.speeds))  # here only the warm-up follows it
     if end == 0:
         total = known or rehearsal(arm, job.cell, cache) or 1
@@ -392,7 +403,7 @@ class Results:
     def score(self, row: dict[str, Any], cell: Cell) -> tuple[float, float]:
         """What the learning rate is chosen by: the time to the target at a constant rate, and the loss."""
         reached = math.inf
-        if row["measure"] == "constant" and row["arm"] != BASELINE:
+        if row["measure"] != "annealed" and row["arm"] != BASELINE:
             reached = self.seconds_to_target(row, cell)
         return reached, row["loss"]
 
@@ -413,7 +424,7 @@ class Results:
 
     def seconds_to_target(self, row: dict[str, Any], cell: Cell) -> float:
         """Seconds until this run of a constant rate has the loss of the baseline at the deadline, on the same seed."""
-        base = {one["seed"]: one["loss"] for one in self.best(cell, BASELINE, "constant")}
+        base = {one["seed"]: one["loss"] for one in self.best(cell, BASELINE, row["measure"])}
         if row["seed"] not in base:
             return math.inf
         return crossing(row["curve"], base[row["seed"]])
@@ -549,6 +560,46 @@ def summary(results: Results, cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
+def averaged(results: Results, cells: Sequence[Cell]) -> str:
+    """Markdown with one line for each arm of each cell: the loss at the deadline of the averaged and the annealed run.
+
+    The last column has the time to the averaged loss of the fast device alone at the deadline, as a part of that.
+    """
+    lines = [
+        "| cell | s | arm | rate | seeds | averaged | constant rate | annealed | part of the time |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        for name, arm in ARMS.items():
+            runs = results.best(cell, name, "averaged") if cell.holds(arm) else []
+            if not runs:
+                continue
+            seeds = {row["seed"] for row in runs}
+            losses = [
+                [row["loss"] for row in results.best(cell, name, measure) if row["seed"] in seeds]
+                for measure in ("averaged", "constant", "annealed")
+            ]
+            tried = {row["lr"] for row in results.of(cell, name, "averaged")}
+            columns = [
+                f"{cell.task}, {cell.fleet} at {cell.sync_ms:g} ms",
+                f"{cell.deadline_s:g}",
+                name,
+                f"{runs[0]['lr']:g}" + "*" * (runs[0]["lr"] in (min(tried), max(tried))),
+                str(len(runs)),
+                *(spread(found, ".3f") for found in losses),
+                spread([results.seconds_to_target(row, cell) / cell.deadline_s for row in runs], ".2f"),
+            ]
+            lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str, name: str, tables: str) -> str:
+    """A page with these tables between the lines of that name."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{tables}\n\n{end}{rest.split(end)[1]}"
+
+
 def spread(values: Iterable[float], form: str) -> str:
     """The median, and the range of several values."""
     found = sorted(values)
@@ -603,11 +654,11 @@ def main() -> int:
     if args.table or args.write:
         text = "\n\n".join(table(results, cell) for cell in cells)
         if args.write:
-            text = f"{summary(results, results.cells)}\n\n{text}"
-            before, rest = PAGE.read_text(encoding="utf8").split(BEGIN)
-            PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf8")
+            page = PAGE.read_text(encoding="utf8")
+            page = with_tables(page, "quality", f"{summary(results, results.cells)}\n\n{text}")
+            PAGE.write_text(with_tables(page, "averages", averaged(results, results.cells)), encoding="utf8")
         else:
-            print(text)
+            print(text, averaged(results, cells), sep="\n\n")
         return 0
     configure(args.cache, max(len(cell.speeds) for cell in cells))
     print(

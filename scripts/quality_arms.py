@@ -45,14 +45,16 @@ class Arm:
         """Milliseconds of a merge of two devices behind a fast switch."""
         return GROUP_MS if "groups" in self.options else 0.0
 
-    def trainers(self, loss_fn: Any, tx: Any, fleet: jaxche.VirtualFleet) -> list[jaxche.Trainer]:
+    def trainers(
+        self, loss_fn: Any, tx: Any, fleet: jaxche.VirtualFleet, ema: float | None = None
+    ) -> list[jaxche.Trainer]:
         """The trainer of the ordinary rounds, and that of the rare ones."""
         kinds = [self.options, {**self.options, **self.rarely}][: 2 if self.rarely else 1]
         replicas = jax.devices()[: len(fleet.ms_per_batch)]
         made = [
             {n: option(len(replicas)) if callable(option) else option for n, option in one.items()} for one in kinds
         ]
-        return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, **options) for options in made]
+        return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, ema=ema, **options) for options in made]
 
 
 def whole(speeds: Speeds) -> Speeds:

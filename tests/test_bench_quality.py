@@ -45,19 +45,23 @@ def test_each_line_of_the_results_is_one_run_of_a_known_arm():
 @pytest.mark.slow
 def test_a_run_is_not_repeated(run_forked, tmp_path):
     words = ["--task", "digits", "--cells", "20/50@5", "--deadline", "1", "--grid", "2e-3", "--cache", tmp_path]
-    words += ["--arms", "fast device alone", "160 ms, averaged", "--measures", "annealed", "constant"]
+    words += ["--arms", "fast device alone", "160 ms, averaged", "--measures", "annealed", "constant", "averaged"]
     command = [SCRIPTS / "bench_quality.py", "--results", tmp_path / "results.jsonl", *words]
     done = run_forked(*command, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("seed 0") == 4
+    assert done.stdout.count("seed 0") == 6
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["curve"][-1][0] <= 1000
         assert row["curve"][-1][1] == row["loss"]
-    assert [row["batches"] for row in rows if row["arm"] == arms.BASELINE] == [50, 50]
+    assert [row["batches"] for row in rows if row["arm"] == arms.BASELINE] == [50, 50, 50]
+    ends = {(row["arm"], row["measure"]): row["loss"] for row in rows}
+    assert ends[arms.BASELINE, "averaged"] != ends[arms.BASELINE, "constant"]
     again = run_forked(*command, timeout=300)
     assert again.returncode == 0, again.stderr
     assert "seed 0" not in again.stdout
     shown = run_forked(*command, "--table", timeout=300)
     assert shown.returncode == 0, shown.stderr
     assert "| fast device alone (best plain) | 0.002* | 1 | 50 |" in shown.stdout
+    losses = " | ".join(f"{ends[arms.BASELINE, measure]:.3f}" for measure in ("averaged", "constant", "annealed"))
+    assert f"| digits, 20/50 at 5 ms | 1 | fast device alone | 0.002* | 1 | {losses} | 1.00 |" in shown.stdout

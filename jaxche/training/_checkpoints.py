@@ -52,13 +52,14 @@ _PAUSES_S = (1.0, 3.0, 6.0)
 class Checkpoints:
     """Where and how often to save a run; ``trainer.fit(..., checkpoints=...)`` continues from the newest checkpoint.
 
-    A checkpoint has the merged parameters and model state, the optimizer state of every replica and of ``outer``, noise
-    and progress, the cadence, and the position in the data. A save copies the arrays and writes them while training
-    continues; the next save waits for it. So a failure loses at most the current round and the one before, and with
-    ``durable`` the current round only; under exact sync, and with merges beside steps, it loses by default the training
-    of about a second or more, see ``every``. A file that is damaged later loses one checkpoint more. Unfinished
-    checkpoints are ignored. In a run of several processes all of them write into one shared folder. A save without
-    space on the disk leaves its checkpoint out, with a warning; ``fit`` raises OSError if it is the last one.
+    A checkpoint has the merged parameters and model state, their moving average, the optimizer state of every replica
+    and of ``outer``, noise and progress, the cadence, and the position in the data. A save copies the arrays and writes
+    them while training continues; the next save waits for it. So a failure loses at most the current round and the one
+    before, and with ``durable`` the current round only; under exact sync, and with merges beside steps, it loses by
+    default the training of about a second or more, see ``every``. A file that is damaged later loses one checkpoint
+    more. Unfinished checkpoints are ignored. In a run of several processes all of them write into one shared folder. A
+    save without space on the disk leaves its checkpoint out, with a warning; ``fit`` raises OSError if it is the last
+    one.
 
     With the same number of replicas, training continues bit for bit. With another number, each replica starts from the
     mean of the saved optimizer states (values other than floats: those of the first replica), and the cadence measures

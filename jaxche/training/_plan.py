@@ -279,7 +279,7 @@ def _whole_counts(state: TrainerState, rules: PlanRules, left: int, stops: Seque
 
 
 # Rounds of a single replica within the mean age of a moving average.
-_EMA_ROUNDS = 8
+_EMA_ROUNDS = 2
 
 
 def _solo_steps(state: TrainerState, rules: PlanRules, stops: Sequence[int]) -> int:

@@ -78,8 +78,8 @@ class Trainer(States):
         steps it is ``"local"``.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       ema: keep a moving average of the merged parameters and of the floats in the model state, whose mean age is this
-        part of the run so far, e.g. 0.05; see the notes. ``fit(validation=)`` evaluates it, and
-        :meth:`with_ema` gives the state with it.
+        part of the run so far, e.g. 0.05; see the notes. ``fit(validation=)`` evaluates it, and :meth:`with_ema` is the
+        state with it.
       replicas: the replicas of all processes, each a device or a mesh of devices (an *island*). ``"process"``: all
         devices of a process are one replica, whose step is one program, as of ``jit`` over a mesh, and cuts each batch
         over them; for equally fast devices. By default every device of :func:`jaxche.devices` is a replica; with
@@ -157,6 +157,14 @@ class Trainer(States):
       ``optax.contrib.reduce_on_plateau`` are of the updates of the replica with most steps, whose rate a merge gives to
       all.
 
+      **Moving average.** With ``ema=``:math:`a` and :math:`t` examples at one merge, :math:`t'` at a later one,
+
+      .. math:: \bar x' = s \bar x + (1 - s) x', \qquad s = (t / t')^{1/a - 1}
+
+      so the mean age of the parameters in the average is :math:`a t'`, whatever the length of the run. At a constant
+      learning rate it is often as good as a schedule that falls to zero. It sends no bytes, and takes the memory of the
+      parameters once more, in float32 or wider.
+
     Attributes:
       last_good_state: after an error in :meth:`fit`, the state after the last good round; None if ``donate=True`` has
         taken it.
@@ -166,7 +174,8 @@ class Trainer(States):
         process that a launcher started as one of several.
 
     References:
-      flodl (ElChe). Stich, *Local SGD converges fast and communicates little*, ICLR 2019.
+      flodl (ElChe). Stich, *Local SGD converges fast and communicates little*, ICLR 2019. Karras et al., *Analyzing and
+      improving the training dynamics of diffusion models*, CVPR 2024 (``ema=``).
 
     Example:
       >>> import jaxche, jax.numpy as jnp, numpy as np, optax

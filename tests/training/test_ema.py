@@ -203,7 +203,7 @@ def test_rounds_of_one_replica_are_short_enough_for_the_average(devices, data):
 
     counts, done = lengths(ema=AGE), 0
     for n in counts:
-        assert n <= min(50, max(1, int(AGE * done / 8)))
+        assert n <= min(50, max(1, int(AGE * done / 2)))
         done += n
     assert max(counts) == 12  # the epochs
     assert lengths()[0] == 12
