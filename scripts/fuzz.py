@@ -114,6 +114,7 @@ class Case:
     devices: int = 1  # of each replica
     strategy: str = "NoShard"
     crash: int = 0
+    ema: float | None = None
     outputs: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -157,6 +158,7 @@ class Case:
             devices=r.choice([1, 1, 1, 2]) if size < 3 else 1,
             strategy=r.choice(["FullShard", "ShardGradOp", "NoShard"]),
             crash=r.randrange(9),
+            ema=r.choice([None, 0.05, 0.2, 0.5]),
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -196,7 +198,7 @@ class Case:
         if wide:
             options["strategy"] = strategy = getattr(jaxche, self.strategy)()
             replicas = [strategy.mesh(devices[2 * i : 2 * i + 2]) for i in range(len(self.speeds))]
-        trainer = jaxche.Trainer(self.loss, OPTIMIZERS[self.tx](), replicas=replicas, **options)
+        trainer = jaxche.Trainer(self.loss, OPTIMIZERS[self.tx](), replicas=replicas, ema=self.ema, **options)
         params = {"w": jnp.zeros(_FEATURES), "b": jnp.zeros(())}
         has_state = self.loss is with_state
         return trainer, trainer.init(params, {"mean": jnp.zeros(()), "steps": jnp.int32(0)} if has_state else None)
@@ -216,7 +218,7 @@ class Case:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "an outer optimizer over only")
             state, history = trainer.fit(state, self.source(start), progress=False, callbacks=[interrupt], **options)
-        return Run(state, history, jax.device_get((state.params, state.opt_state, state.model_state)))
+        return Run(state, history, arrays_of(state))
 
 
 _OPTIONS: dict[str, tuple[float, list[Any]]] = {
@@ -307,6 +309,12 @@ def _rotated(count: int, epoch: int) -> Iterator[int]:
     return ((i + epoch) % count for i in range(count))
 
 
+def arrays_of(state: jaxche.TrainerState) -> Any:
+    """What a run has trained, on the host."""
+    averages = [local.ema for local in state.merged().local_states]
+    return jax.device_get((state.params, state.opt_state, state.model_state, averages))
+
+
 def is_same(a: Any, b: Any) -> bool:
     """Whether two trees are equal bit for bit."""
 
@@ -350,7 +358,7 @@ def failures(case: Case) -> list[str]:
             trainer, state = case.trainer()
             record = jaxche.History.from_json(Path(folder) / name / "history.jsonl")
             state, _ = trainer.replay(state, case.source(start=3), record)
-            if not is_same(jax.device_get((state.params, state.opt_state, state.model_state)), run.arrays):
+            if not is_same(arrays_of(state), run.arrays):
                 found.append(f"the replay of the {name} run ended with other arrays")
     return found
 

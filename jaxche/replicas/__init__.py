@@ -59,6 +59,7 @@ from jaxche.replicas._scaling import MergeScale as MergeScale
 from jaxche.replicas._scaling import Scaling as Scaling
 from jaxche.replicas._scaling import with_previous_gradient as with_previous_gradient
 from jaxche.replicas._schedule_counts import are_accumulators as are_accumulators
+from jaxche.replicas._schedule_counts import are_hyperparams as are_hyperparams
 from jaxche.replicas._schedule_counts import are_keys as are_keys
 from jaxche.replicas._schedule_counts import are_plateaus as are_plateaus
 from jaxche.replicas._schedule_counts import are_schedules as are_schedules

@@ -46,6 +46,7 @@ from jaxche.replicas import (
     Unsent,
     are_accumulators,
     are_coded,
+    are_hyperparams,
     are_plateaus,
     drop_replica_axis,
     exchange_early,
@@ -237,8 +238,9 @@ class Engine:
             # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
             differ = opt_state == "local" or (self._settings.wire != "float32" and opt_state == "average")
             differ = differ or any(are_accumulators(local.opt_state))
-            # A reset leaves the rate of a plateau to its replica.
-            differ = differ or (opt_state == "reset" and any(are_plateaus(local.opt_state)))
+            # A reset leaves the rate of a plateau to its replica, and an injected one, which is that of its last step.
+            rates = *are_plateaus(local.opt_state), *are_hyperparams(local.opt_state)
+            differ = differ or (opt_state == "reset" and any(rates))
             # Random keys are not averaged, and the key of a replica that takes more steps is split more often.
             differ = differ or any(map(is_random_key, jax.tree.leaves(local.opt_state)))
             is_empty = not jax.tree.leaves(local.opt_state)  # as of plain SGD
