@@ -570,8 +570,10 @@ def averaged(results: Results, cells: Sequence[Cell]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
-        for name, arm in ARMS.items():
-            runs = results.best(cell, name, "averaged") if cell.holds(arm) else []
+        found = {name: results.best(cell, name, "averaged") for name, arm in ARMS.items() if cell.holds(arm)}
+        if not any(runs for name, runs in found.items() if len(ARMS[name].devices(cell.speeds)) > 1):
+            continue  # single devices belong to all cells of their fleet
+        for name, runs in found.items():
             if not runs:
                 continue
             seeds = {row["seed"] for row in runs}
