@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 
 
 # Sharded replicas under "auto", model state and an end in steps, overlap, averaged gradients with outputs, an outer
-# optimizer, real time with outputs, accumulated gradients on a ragged epoch, random keys, rates of a schedule in a state
-# that merges reset.
+# optimizer, real time with outputs, accumulated gradients on a ragged epoch, random keys, rates of a schedule in a
+# state that merges reset.
 @pytest.mark.parametrize("number", [3, 13, 16, 20, 24, 30, 34, 36, 5127])
 def test_an_interrupted_run_and_a_replay_end_as_the_whole_run(number):
     case = fuzz.Case.of(number)
