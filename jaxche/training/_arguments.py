@@ -26,6 +26,7 @@ from jaxche.training._checks import (
     check_auto_wire,
     check_fleet,
     check_joined,
+    check_names,
     check_outputs,
     check_overlap,
     check_rules,
@@ -154,6 +155,7 @@ class Arguments:
     def _averaging(self, policy: ApplyPolicy, overlap: float) -> Averaging:
         """What replicas average, with defaults filled in."""
         average, merge, opt_state = self.average, self.merge, self.opt_state
+        check_names(average, merge, opt_state, self.backend)
         staged = isinstance(self.loss_fn, Partitioned)
         if policy is ApplyPolicy.AUTO:
             check_auto(self._of_one_policy, staged)

@@ -47,12 +47,17 @@ class Averaging(NamedTuple):
     staged: bool  # replicas are in stages
 
 
+def check_names(average: Any, merge: Any, opt_state: Any, backend: Any) -> None:
+    """Refuse unknown values of the arguments that say what a merge does."""
+    if average is not None:
+        one_of("average", average, ("parameters", "gradients"))
+    one_of("merge", merge, ("auto", *MERGE_RULES))
+    one_of("opt_state", opt_state, ("auto", "local", "average", "reset"))
+    one_of("backend", backend, ("auto", "device", "host"))
+
+
 def check_rules(tx: Any, averaging: Averaging) -> None:
-    """Refuse unknown values, arguments that are no optimizers, and rules without effect."""
-    one_of("average", averaging.average, ("parameters", "gradients"))
-    one_of("merge", averaging.merge, ("auto", *MERGE_RULES))
-    one_of("opt_state", averaging.opt_state, ("auto", "local", "average", "reset"))
-    one_of("backend", averaging.backend, ("auto", "device", "host"))
+    """Refuse arguments that are no optimizers, and rules without effect."""
     check_transform("tx", tx)
     if averaging.outer is not None:
         check_transform("outer", averaging.outer)
@@ -339,6 +344,13 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
 def _name_of(callback: Any) -> str:
     name = getattr(callback, "__name__", "")
     return name if name.isidentifier() else "callback"
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse a text or an object as a flag, which would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, int | np.bool_ | None):
+            raise ValueError(f"{name}={brief(value)} is neither True nor False; write {name}=True, or leave it out")
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from jaxche.messages import type_of
 from jaxche.replicas import free
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
-from jaxche.training._checks import checked_callbacks
+from jaxche.training._checks import check_flags, checked_callbacks
 from jaxche.training._ema import with_ema_values
 from jaxche.training._evaluate import (
     MOST_BATCHES,
@@ -150,6 +150,7 @@ def fit(
       >>> state.steps, history[-1].steps_done, sorted(history[-1].validation)
       (20, 20, ['loss'])
     """
+    check_flags(progress=progress, dry_run=dry_run, donate=donate)
     limits = {"epochs": epochs, "max_steps": max_steps, "max_examples": max_examples, "max_time": max_time}
     frequencies = {"eval_every": eval_every, "log_every": log_every, "checkpoint_every": checkpoint_every}
     evaluation = _Evaluation(validation, metric_fn, metrics)

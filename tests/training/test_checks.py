@@ -17,6 +17,7 @@ from jaxche.training._checks import (
     check_fleet,
     check_joined,
     check_model_state,
+    check_names,
     check_outputs,
     checked_callbacks,
     checked_max_rows,
@@ -59,6 +60,8 @@ ISLAND = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process
         (lambda: check_auto_wire("auto", None, True, None), "an elastic run admits processes without them; write wire"),
         (lambda: check_fleet(jaxche.VirtualFleet([20.0, 50.0]), 2, 2, None), "of one process, and this run has 2"),
         (lambda: check_outputs(print, False, [ISLAND]), "here a replica spans several; leave outputs= out"),
+        (lambda: check_names(None, "auto", np.zeros(2), "auto"), r"opt_state=float64\[2\] is unknown"),
+        (lambda: check_names(np.zeros(2), "auto", "auto", "auto"), r"average=float64\[2\] is unknown"),
         (lambda: checked_callbacks([print, 3]), r"callbacks\[1\]=3 is not a function; write def callback"),
         (
             lambda: check_model_state({"n": (np.zeros(2),)}, {"n": [np.zeros(2)]}),
@@ -224,3 +227,18 @@ def test_a_later_batch_of_text_is_named():
     trainer = jaxche.Trainer(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), replicas=jax.devices()[:1])
     with pytest.raises(ValueError, match=r"a batch is 'a text', text or objects and not numbers"):
         trainer.fit(trainer.init(np.zeros(2)), [np.zeros((2, 2)), "a text"], progress=False)
+
+
+@pytest.mark.parametrize("name", ["average", "merge", "opt_state", "backend"])
+def test_an_array_in_place_of_a_name_is_refused_by_the_trainer(problem, name):
+    with pytest.raises(ValueError, match=rf"{name}=float64\[2\] is unknown; write one of"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), **{name: np.zeros(2)})
+
+
+@pytest.mark.parametrize("name", ["progress", "dry_run", "donate"])
+def test_a_text_in_place_of_a_flag_is_refused_by_fit(problem, devices, name):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(problem.params)
+    with pytest.raises(ValueError, match=f"{name}='false' is neither True nor False; write {name}=True, or leave it"):
+        trainer.fit(state, problem.data, **{name: "false"})
+    assert not state.is_deleted
