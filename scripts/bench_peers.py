@@ -6,12 +6,14 @@ With --quota processes are throttled to shares of a core instead: steps take wha
 all-reduces of throttled processes far more. Learning rates come from one grid, tuned for each system by the time to the
 target with a seed of its own, on the same held-out examples. With --annealed they are tuned by the loss at the deadline
 and fall to zero there, along a cosine over the batches that the system trains until then: a run of its own counts them.
+With --averaged all systems evaluate a moving average of their parameters, jaxche by ``ema=``, the others of each step.
 Times are wall-clock seconds of training; compilation and evaluation are not counted.
 
     python scripts/bench_peers.py                                   # fleets of 20/50 and of 20/20/40/80 ms
     python scripts/bench_peers.py --fleet 20,50 --only jaxche alone # two systems on one fleet
     python scripts/bench_peers.py --torch-python venv/bin/python    # an interpreter with torch, torchft, accelerate
     python scripts/bench_peers.py --annealed --seeds 5              # the loss at a deadline
+    python scripts/bench_peers.py --averaged                        # moving averages at a constant rate
     python scripts/bench_peers.py --quick                           # jaxche and plain jit for two seconds each
 
 The extra `bench` installs PyTorch. Its wheel on PyPI for Linux (2.15) does not import on a machine without GPU unless
@@ -62,6 +64,7 @@ TORCH = {
 }
 SYSTEMS = (*ARMS, *PLAIN, *TORCH)
 TUNING_SEED = 1000
+EMA = 0.05  # of --averaged
 SHIFTS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 
 
@@ -74,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.3, help="held-out loss to reach (default %(default)s)")
     parser.add_argument("--deadline", type=float, default=15.0, help="seconds of each run (default %(default)s)")
     parser.add_argument("--annealed", action="store_true", help="learning rates that fall to zero at the deadline")
+    parser.add_argument("--averaged", action="store_true", help="evaluate moving averages of the parameters")
     parser.add_argument("--seeds", type=int, default=3, help="seeds besides the one for tuning (default %(default)s)")
     grid = " ".join(f"{rate:g}" for rate in GRID)
     parser.add_argument("--rates", type=float, nargs="+", default=GRID, help=f"learning rates (default {grid})")
@@ -284,6 +288,7 @@ def run(
     spec |= {
         "batch": args.batch,
         "every": args.every,
+        "ema": EMA if args.averaged else None,
         "deadline": args.deadline,
         "chunk": round(0.4 * ideal(name, paces)) or 1,
     }
@@ -341,11 +346,11 @@ def worker(spec: dict[str, Any]) -> int:
     for peak, seed, batches in spec["trials"]:
         rate = Rate(peak, batches)
         if name in TORCH:
-            system: Any = torch_systems.make(name, task, seed, rate, pace, spec["every"])
+            system: Any = torch_systems.make(name, task, seed, rate, pace, spec["every"], spec["ema"])
         elif name in ARMS:
-            system = jax_systems.Jaxche(task, seed, rate, pace, **ARMS[name])
+            system = jax_systems.Jaxche(task, seed, rate, pace, ema=spec["ema"], **ARMS[name])
         else:
-            system = jax_systems.PlainJit(task, seed, rate, pace)
+            system = jax_systems.PlainJit(task, seed, rate, pace, spec["ema"])
         done.append({"learning_rate": peak, "seed": seed, "curve": train(system, task, spec["deadline"])})
     if rank == 0:
         Path(spec["out"]).write_text(json.dumps(done))

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from peers.task import WIDTHS, Pace, Rate, Task
+from peers.task import WIDTHS, Pace, Rate, Task, average_weight
 
 import jaxche
 
@@ -71,7 +71,7 @@ class Jaxche(_OnJax):
     def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float, **knobs: Any):
         # The trainer reads its pace from the environment, as every script under `jaxche launch --pace` does.
         # With overlap merges run on the second device of each process.
-        replicas = jax.devices()[::2] if "overlap" in knobs else None
+        replicas, self._ema = jax.devices()[::2] if "overlap" in knobs else None, knobs.get("ema")
         self._trainer = jaxche.Trainer(loss_fn, adam(rate), seed=seed, replicas=replicas, **knobs)
         self._data = jaxche.Batches({"x": task.x, "y": task.y}, task.batch_size, seed)
         state = self._trainer.init(from_list(task.start(seed)))
@@ -92,13 +92,16 @@ class Jaxche(_OnJax):
         return done
 
     def parameters(self) -> list[np.ndarray]:
-        return to_list(self._trainer.params(self._state))
+        return to_list(self._trainer.params(self._trainer.with_ema(self._state) if self._ema else self._state))
 
 
 class PlainJit(_OnJax):
-    """Data parallelism: a local gradient, one all-reduce of it as one flat array, the same update on every process."""
+    """Data parallelism: a local gradient, one all-reduce of it as one flat array, the same update on every process.
 
-    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float):
+    With ``ema`` each update is taken into an average.
+    """
+
+    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float, ema: float | None = None):
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
         self._split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
         self._task, self._seed, self._pace, self._step = task, seed, Pace(pace_ms), 0
@@ -121,12 +124,13 @@ class PlainJit(_OnJax):
         def place(tree: Any) -> Any:
             return jax.tree.map(lambda x: jax.make_array_from_process_local_data(everywhere, np.asarray(x)), tree)
 
-        self._gradient, self._update, self._alone = gradient, update, alone
+        self._gradient, self._update, self._alone, self._ema = gradient, update, alone, ema
+        self._averaged = jax.jit(lambda average, flat, weight: average + weight * (flat - average))
         first = place(flat), place(tx.init(flat))
-        self._flat, self._opt_state = first
+        (self._flat, self._opt_state), self._average = first, first[0]
         for _ in range(2):  # compiles
             self.run(1)
-        (self._flat, self._opt_state), self._step = first, 0
+        (self._flat, self._opt_state), self._average, self._step = first, first[0], 0
 
     def run(self, batches: int) -> int:
         replicas = jax.process_count()
@@ -141,6 +145,8 @@ class PlainJit(_OnJax):
             else:
                 self._together({"x": x, "y": y})
             self._step += 1
+            if self._ema is not None:
+                self._average = self._averaged(self._average, self._flat, average_weight(self._ema, self._step))
         return steps * replicas
 
     def _together(self, batch: Any) -> None:
@@ -153,7 +159,8 @@ class PlainJit(_OnJax):
         jax.block_until_ready(self._flat)
 
     def parameters(self) -> list[np.ndarray]:
-        return to_list(self._unravel(self._flat.addressable_data(0)))
+        flat = self._flat if self._ema is None else self._average
+        return to_list(self._unravel(flat.addressable_data(0)))
 
 
 def first_gradient(data: Any, arrays: list[np.ndarray]) -> tuple[float, list[np.ndarray]]:

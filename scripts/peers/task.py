@@ -28,6 +28,11 @@ class Rate(NamedTuple):
         return self.peak * (1 + math.cos(math.pi * min(1.0, batches / self.batches))) / 2
 
 
+def average_weight(age: float, steps: int) -> float:
+    """The weight of the newest parameters in an average over ``steps``, by the rule of jaxche's ``ema=age``."""
+    return 1 - ((steps - 1) / steps) ** (1 / age - 1)
+
+
 class System(Protocol):
     """What the training loop needs of a system, on every process."""
 

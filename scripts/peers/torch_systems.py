@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from peers.task import WIDTHS, Pace, Rate, Task
+from peers.task import WIDTHS, Pace, Rate, Task, average_weight
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -43,20 +43,23 @@ def first_gradient(task: Task, seed: int) -> tuple[float, list[np.ndarray]]:
     return loss.item(), to_list(parameter.grad for parameter in model.parameters())
 
 
-def make(name: str, task: Task, seed: int, rate: Rate, pace_ms: float, every: int) -> Torch:
+def make(name: str, task: Task, seed: int, rate: Rate, pace_ms: float, every: int, ema: float | None = None) -> Torch:
     kind = {
         "torch DDP": DDP,
         "torchft LocalSGD": TorchFTLocalSGD,
         "torchft DiLoCo": TorchFTDiLoCo,
         "Accelerate LocalSGD": AccelerateLocalSGD,
     }
-    return kind[name](task, seed, rate, pace_ms, every)
+    return kind[name](task, seed, rate, pace_ms, every, ema)
 
 
 class Torch:
-    """Local steps of Adam; subclasses make the replicas meet, every ``every`` steps."""
+    """Local steps of Adam; subclasses make the replicas meet, every ``every`` steps.
 
-    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float, every: int):
+    With ``ema`` each process takes its steps into an average.
+    """
+
+    def __init__(self, task: Task, seed: int, rate: Rate, pace_ms: float, every: int, ema: float | None):
         torch.set_num_threads(1)
         self.rank, self.replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not dist.is_initialized():
@@ -65,6 +68,7 @@ class Torch:
         self.pace, self.step, self.rate = Pace(pace_ms), 0, rate
         self.model: Any = model_from(task.start(seed))
         self.optimizer: Any = torch.optim.Adam(self.model.parameters(), rate.peak)
+        self.ema, self.average = ema, [p.detach().clone() for p in self.model.parameters()]
         self.contexts = contextlib.ExitStack()
         self.set_up()
 
@@ -91,10 +95,15 @@ class Torch:
             self.optimizer.step()
             self.after_step()
             self.step += 1
+            if self.ema is not None:
+                weight = average_weight(self.ema, self.step)
+                with torch.no_grad():
+                    for mean, parameter in zip(self.average, self.model.parameters(), strict=True):
+                        mean.lerp_(parameter, weight)
         return rounds * self.every * self.replicas
 
     def parameters(self) -> list[np.ndarray]:
-        return to_list(self.model.parameters())
+        return to_list(self.model.parameters() if self.ema is None else self.average)
 
     def agree(self, value: float) -> float:
         # An all-reduce, because a broadcast does not wait for those that receive.
