@@ -8,16 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxche.averaging import ema_step, ema_values, ema_weight
+from jaxche.averaging import ema_step, ema_values
 from jaxche.replicas import LocalState, Placement
 from jaxche.training._engine import Engine
 from jaxche.training._stages import StagedPlacement
 from jaxche.training._state import TrainerState
-
-
-def ema_weight_of(age: float, state: TrainerState) -> float | None:
-    """The weight with which averages of this mean age take in the parameters of a state; None if they do not."""
-    return ema_weight(age, state.ema_examples, state.examples)
 
 
 def with_ema_step(engine: Engine, local_states: Sequence[LocalState], weight: float) -> tuple[LocalState, ...]:

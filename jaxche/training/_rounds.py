@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxche.averaging import ema_weight
 from jaxche.cadence import (
     DEAR,
     ApplyPolicy,
@@ -34,7 +35,7 @@ from jaxche.messages import brief, short_traceback
 from jaxche.replicas import LocalResult, MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import effective_replicas
-from jaxche.training._ema import ema_weight_of, with_ema_step
+from jaxche.training._ema import with_ema_step
 from jaxche.training._engine import Readers
 from jaxche.training._plan import (
     ENDLESS,
@@ -287,7 +288,8 @@ class Rounds:
             if not self._has_peers:  # else the next round ends all processes
                 raise unsent.error
         then = None
-        if settings.ema and (weight := ema_weight_of(settings.ema, after)) is not None:
+        weight = ema_weight(settings.ema, state.ema_examples, after.examples) if settings.ema else None
+        if weight is not None:
             after, then = replace(after, ema_examples=after.examples), partial(with_ema_step, engine, weight=weight)
         if engine.overlaps:
             in_flight = engine.start_merge(planned, results, sent, max(table.wall_ms), times.merge_ms, then)

@@ -17,7 +17,6 @@ from jaxche.training._checks import (
     check_fleet,
     check_joined,
     check_model_state,
-    check_names,
     check_outputs,
     checked_callbacks,
     checked_max_rows,
@@ -60,8 +59,6 @@ ISLAND = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process
         (lambda: check_auto_wire("auto", None, True, None), "an elastic run admits processes without them; write wire"),
         (lambda: check_fleet(jaxche.VirtualFleet([20.0, 50.0]), 2, 2, None), "of one process, and this run has 2"),
         (lambda: check_outputs(print, False, [ISLAND]), "here a replica spans several; leave outputs= out"),
-        (lambda: check_names(None, "auto", np.zeros(2), "auto"), r"opt_state=float64\[2\] is unknown"),
-        (lambda: check_names(np.zeros(2), "auto", "auto", "auto"), r"average=float64\[2\] is unknown"),
         (lambda: checked_callbacks([print, 3]), r"callbacks\[1\]=3 is not a function; write def callback"),
         (
             lambda: check_model_state({"n": (np.zeros(2),)}, {"n": [np.zeros(2)]}),
