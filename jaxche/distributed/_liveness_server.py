@@ -34,7 +34,7 @@ ALIVE, NOT_ALIVE = b"1", b"0"
 # What a process sends in place of a heartbeat if no process is left that it could join.
 RUN_LOST = b"!"
 # If two steps are further apart than this (in seconds, or as a part of the timeout), this process itself was stopped,
-# and the times of the others are moved forward by as much.
+# and its clock with it: what the others sent meanwhile is read after that.
 _PAUSE_S, _PAUSE_PART = 3.0, 0.25
 
 
@@ -57,14 +57,14 @@ class LivenessServer:
         self.ended: set[Incarnation] = set()
         self._accepted: queue.SimpleQueue[tuple[socket.socket, Incarnation]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
+        # The clock of all times below, and when it was read last.
+        self._clock = self._looked = time.monotonic()
         # The incarnation of each connection, the last heartbeat of each, and until when those without one may return.
         self._peers: dict[socket.socket, Incarnation] = {}
         self._heartbeats: dict[Incarnation, float] = {}
         self._missing: dict[Incarnation, float] = {}
         # The process that each question is about, and when it came.
-        self._questions: dict[socket.socket, int] = {}
-        self._asked: dict[socket.socket, float] = {}
-        self._looked = time.monotonic()
+        self._questions: dict[socket.socket, tuple[int, float]] = {}
         self._listener = Listener(host, self._accept, port=port, token=token)
         self.is_run_lost = False  # whether a process came when all others had died
         self.address = self._listener.address
@@ -90,22 +90,20 @@ class LivenessServer:
 
     def step(self) -> None:
         """Read heartbeats, or wait a moment for them, and send the incarnations that have ended."""
-        for key, _ in self._selector.select(_POLL_S):
+        ready = self._selector.select(_POLL_S)
+        looked, self._looked = self._looked, time.monotonic()
+        if self._looked - looked <= self._pause_s:
+            self._clock += self._looked - looked
+        for key, _ in ready:
             self._read(key.fileobj)
         self._register_accepted()
-        now = time.monotonic()
-        if now - self._looked > self._pause_s:
-            clocks: list[dict[Any, float]] = [self._heartbeats, self._missing, self._asked]
-            for times in clocks:
-                times.update((one, since + now - self._looked) for one, since in times.items())
-        self._looked = now
-        silent = [one for one in self.alive if now - self._heartbeats[one] > self._timeout_s]
-        gone = [one for one, until in self._missing.items() if now > until]
+        silent = [one for one in self.alive if self._clock - self._heartbeats[one] > self._timeout_s]
+        gone = [one for one, until in self._missing.items() if self._clock > until]
         for one in (*silent, *gone):
             self._missing.pop(one, None)
             self._end(one)
         for sock in list(self._questions):
-            self._answer(sock, now)
+            self._answer(sock)
 
     def close(self) -> None:
         """Close the listener and all connections."""
@@ -127,25 +125,25 @@ class LivenessServer:
                 sock, peer = self._accepted.get_nowait()
                 sock.setblocking(False)
                 if not peer.number:
-                    self._questions[sock], self._asked[sock] = peer.process, time.monotonic()
+                    self._questions[sock] = peer.process, self._clock
                     continue
                 self._selector.register(sock, selectors.EVENT_READ)
-                self._peers[sock], self._heartbeats[peer] = peer, time.monotonic()
+                self._peers[sock], self._heartbeats[peer] = peer, self._clock
                 self._missing.pop(peer, None)
                 self._send(sock, *sorted(self.ended))  # which drops it if it is gone again
                 for earlier in [one for one in self.alive if one.process == peer.process and one.number < peer.number]:
                     self._end(earlier)
 
-    def _answer(self, sock: socket.socket, now: float) -> None:
+    def _answer(self, sock: socket.socket) -> None:
         """Answer whether a process is alive, once that is known."""
-        asked, process = self._asked[sock], self._questions[sock]
+        process, asked = self._questions[sock]
         beats = [self._heartbeats[one] for one in self.alive if one.process == process]
         last = max(beats, default=-math.inf)
         # What a process sent before its death may be read somewhat later.
         is_alive = last > asked + _ALIVE_S
-        if beats and not is_alive and now - max(last, asked) <= _SILENT_S:
+        if beats and not is_alive and self._clock - max(last, asked) <= _SILENT_S:
             return
-        del self._questions[sock], self._asked[sock]
+        del self._questions[sock]
         with sock, contextlib.suppress(OSError):
             sock.send(ALIVE if is_alive else NOT_ALIVE)
 
@@ -158,7 +156,7 @@ class LivenessServer:
         if not read:
             self._drop(sock)
         else:
-            self._heartbeats[self._peers[sock]] = time.monotonic()
+            self._heartbeats[self._peers[sock]] = self._clock
 
     def _drop(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
@@ -166,7 +164,7 @@ class LivenessServer:
         peer = self._peers.pop(sock)
         if peer not in self._peers.values() and peer not in self.ended:
             grace_s = _LOCAL_GRACE_S if sock.family == socket.AF_UNIX else _GRACE_S
-            self._missing[peer] = time.monotonic() + grace_s
+            self._missing[peer] = self._clock + grace_s
 
     def _end(self, one: Incarnation) -> None:
         self.ended.add(one)

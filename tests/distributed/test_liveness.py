@@ -250,7 +250,7 @@ def test_silence_ends_an_incarnation_but_not_a_pause_of_the_server(monkeypatch):
     now[0] = 40.0  # the server was stopped
     server.step()
     assert server.ended == set()
-    server._heartbeats[module.Incarnation(0, 1)] = 40.0
+    server._heartbeats[module.Incarnation(0, 1)] = 11.0  # of the clock that was stopped too
     for second in range(41, 45):
         now[0] = float(second)
         server.step()
@@ -259,6 +259,27 @@ def test_silence_ends_an_incarnation_but_not_a_pause_of_the_server(monkeypatch):
     server.step()
     assert server.ended == {(1, 1)}
     server.close()
+
+
+def test_what_was_sent_before_a_pause_of_the_server_is_no_later_heartbeat(monkeypatch):
+    now, one, (ours, theirs) = [0.0], module.Incarnation(0, 1), socket.socketpair()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
+    server = LivenessServer("127.0.0.1")
+    server._accepted.put((theirs, one))
+    server.step()
+    ours.send(b".")
+    now[0] = 1000.0  # the server was stopped, and its machine slept
+    server.step()
+    while now[0] < 1015.0:
+        now[0] += 1.0
+        server.step()
+    assert server.ended == set()
+    now[0] = 1015.5
+    server.step()
+    assert server.ended == {one}
+    server.close()
+    ours.close()
 
 
 @pytest.mark.parametrize("timeout_s", [4.0, 15.0])
