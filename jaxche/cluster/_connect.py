@@ -80,17 +80,16 @@ def connect(
 ) -> None:
     """Join the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages."""
     _bypass_proxy(found.host)
-    loopback_only = is_loopback(found.host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
-    service = contextlib.nullcontext()
+    bind, service = coordinator_bind(found.address, os.environ), contextlib.nullcontext()
     if elastic:
         if found.process_id == 0:
             service = _no_service()
             if LIVENESS not in os.environ:
-                _start_coordinator(found, loopback_only, timeout_s)
+                _start_coordinator(found, bind, timeout_s)
         _wait_for_coordinator(found, timeout_s, deadline)
         _refuse_second(found)
     elif found.process_id == 0:
-        _check_port_is_free(found, loopback_only)
+        _check_port_is_free(found, bind)
     else:
         _wait_for_coordinator(found, timeout_s, deadline)
     left_s = max(2, math.ceil(deadline - time.monotonic()))
@@ -107,7 +106,7 @@ def connect(
                 local_device_ids=local_ids,
                 # By default JAX detects missing values, and listens on all network interfaces.
                 cluster_detection_method="deactivate",
-                coordinator_bind_address=found.address if loopback_only else None,
+                coordinator_bind_address=bind,
                 initialization_timeout=left_s,
                 heartbeat_timeout_seconds=JAX_HEARTBEAT_TIMEOUT_S,
             )
@@ -115,12 +114,11 @@ def connect(
         timer.cancel()
 
 
-def _start_coordinator(found: Detected, loopback_only: bool, timeout_s: float) -> None:
+def _start_coordinator(found: Detected, bind: str, timeout_s: float) -> None:
     """Start the coordinator on process 0, unless this process replaces the one that did."""
     if liveness_here(found.port):
         return
-    _check_port_is_free(found, loopback_only)
-    bind = coordinator_bind(found.address, os.environ)
+    _check_port_is_free(found, bind)
     started = start_coordinator(found.address, found.num_processes, bind, timeout_s + _START_S)
     os.environ[LIVENESS] = json.dumps(started.liveness)
 
@@ -162,15 +160,16 @@ def _print_timeout(found: Detected, timeout_s: float) -> None:
 
 
 def _bypass_proxy(host: str) -> None:
-    # gRPC uses a proxy even for loopback addresses, and then hangs.
+    # gRPC uses a proxy even for loopback addresses, and then hangs. It compares hosts without brackets.
     if any(name.lower() in PROXIES for name in os.environ):
         for name in ("no_proxy", "no_grpc_proxy"):
             others = os.environ.get(name) or os.environ.get(name.upper())  # Python reads the lower case first
             os.environ[name] = ",".join(filter(None, [others, host]))
 
 
-def _check_port_is_free(found: Detected, loopback_only: bool) -> None:
-    host = found.host.strip("[]") if loopback_only else ""
+def _check_port_is_free(found: Detected, bind: str) -> None:
+    host = bind.rpartition(":")[0].strip("[]")
+    host = host if is_loopback(host) else ""
     # jaxlib crashes if the port is in use. SO_REUSEADDR accepts a port in TIME_WAIT.
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -189,8 +188,7 @@ def _wait_for_coordinator(found: Detected, timeout_s: float, deadline: float) ->
     while True:
         left_s = deadline - time.monotonic()
         try:
-            address = found.host.strip("[]"), found.port
-            socket.create_connection(address, timeout=min(5.0, max(0.1, left_s))).close()
+            socket.create_connection((found.host, found.port), timeout=min(5.0, max(0.1, left_s))).close()
             return
         except (OSError, UnicodeError) as error:  # the latter for a name with two dots in a row
             if deadline - time.monotonic() <= 0.2:

@@ -31,8 +31,8 @@ class Detected:
 
     @property
     def host(self) -> str:
-        """The host of the address, with the brackets of an IPv6 address."""
-        return self.address.rpartition(":")[0]
+        """The host of the address, without the brackets of an IPv6 address."""
+        return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:

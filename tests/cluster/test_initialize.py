@@ -93,7 +93,7 @@ def test_loopback_coordinator(monkeypatch, host, alone):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append(kwargs))
     monkeypatch.setattr(connecting, "_check_port_is_free", lambda *args: None)
     connecting.connect(Detected("arguments", address, 2, 0), None, 300, time.monotonic() + 300)
-    assert [call["coordinator_bind_address"] for call in calls] == [address if alone else None]
+    assert [call["coordinator_bind_address"] for call in calls] == [address if alone else "[::]:1234"]
 
 
 @pytest.fixture
@@ -274,6 +274,8 @@ def test_a_proxy_is_bypassed(monkeypatch):
     connecting._bypass_proxy("10.0.0.1")
     assert os.environ["no_proxy"] == "example.org,10.0.0.1"
     assert os.environ.get(grpc) == "10.0.0.1"
+    connecting._bypass_proxy(Detected("jaxche", "[::1]:1234", 2, 0).host)  # with brackets gRPC uses the proxy
+    assert os.environ.get(grpc) == "10.0.0.1,::1"
     monkeypatch.delenv(grpc)
 
 
