@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -52,8 +53,9 @@ def test_error_after_the_backend_has_started():
 def test_invalid_arguments():
     with pytest.raises(ValueError, match="give all three or none"):
         initialize(num_processes=2)
-    with pytest.raises(ValueError, match="timeout_s=0"):
-        initialize(timeout_s=0)
+    for timeout_s in (0, math.inf):
+        with pytest.raises(ValueError, match=f"timeout_s={timeout_s} must be positive seconds"):
+            initialize(timeout_s=timeout_s)
 
 
 def test_unreachable_coordinator(monkeypatch):
@@ -134,7 +136,7 @@ def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypat
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=9")
     info = initialize(timeout_s=10)
     assert info == ClusterInfo(1, 2, "slurm")
-    assert initialize() is info
+    assert initialize() == info
     [(args, kwargs)] = calls
     assert args == (f"n1:{65535 - 2**12 + 1 + 7}", 2, 1)
     assert kwargs["cluster_detection_method"] == "deactivate"
