@@ -284,28 +284,29 @@ def _exit_on_sigterm_as_process_1() -> None:
 
 
 def _exit_at_once_after_exception() -> None:
-    show, exits, waits, codes = sys.excepthook, threading.Event(), [], []
+    show, exits, ends = sys.excepthook, threading.Event(), []
 
     def hook(*exception) -> None:
-        codes.append(128 + signal.SIGINT if isinstance(exception[1], KeyboardInterrupt) else 1)
+        is_interrupt = isinstance(exception[1], KeyboardInterrupt)
         # A thread, because a call of a coordinator that is stopped has no end; started here, not while Python exits.
-        waits.append(threading.Thread(target=_exit_last, args=(exception[1], exits), daemon=True))
-        waits[-1].start()
+        wait = threading.Thread(target=_exit_last, args=(exception[1], exits), daemon=True)
+        wait.start()
+        ends.append((wait, 128 + signal.SIGINT if is_interrupt else 1))
         # Ctrl-C reaches all processes, and each would print where in a library it waited. A hook of the user is kept.
-        is_plain = isinstance(exception[1], KeyboardInterrupt) and show is sys.__excepthook__
-        if is_plain and (line := interruption(exception[1])):
+        if is_interrupt and show is sys.__excepthook__ and (line := interruption(exception[1])):
             print(line, file=sys.stderr)
         else:
             show(*exception)
 
     def leave() -> None:
-        if waits:
+        if ends:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
+            wait, code = ends[-1]
             exits.set()
-            waits[-1].join(_PRINT_S + _EXIT_S)
-            os._exit(codes[-1])
+            wait.join(_PRINT_S + _EXIT_S)
+            os._exit(code)
 
     sys.excepthook = hook
     # Handlers run in reverse order: this one before JAX's own.

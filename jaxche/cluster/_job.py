@@ -48,7 +48,7 @@ class Job:
     name: str
     made_by: str
     variables: Mapping[str, str]
-    elastic: bool = False
+    elastic: bool
 
 
 def parse_nodes(text: str) -> tuple[Nodes, ...]:

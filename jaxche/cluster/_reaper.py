@@ -14,7 +14,6 @@ groups= folder=
 while read -r word rest; do
   case $word in
     end) exit 0 ;;
-    clear) groups= folder= ;;
     remove) kept=; for group in $groups; do [ "$group" = "$rest" ] || kept="$kept $group"; done; groups=$kept ;;
     folder) folder=$rest ;;
     *) groups="$groups $word" ;;
@@ -29,7 +28,7 @@ signal() {
   return "$reached"
 }
 signal TERM
-left=$(($1 * 10))
+left=$1
 while [ "$left" -gt 0 ] && signal 0; do
   sleep 0.1
   left=$((left - 1))
@@ -57,10 +56,6 @@ class Reaper:
         """Add the temporary folder of the launcher, which is removed after the groups have ended."""
         self._send(f"folder {path}")
 
-    def clear(self) -> None:
-        """Remove all groups: they have ended, and the system may reuse their numbers."""
-        self._send("clear")
-
     def _send(self, word: str) -> None:
         assert self._process.stdin is not None
         # The launch continues if the reaper was killed.
@@ -74,7 +69,7 @@ def start_reaper(grace_s: float) -> Iterator[Reaper]:
     """Start the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL."""
     # A parent-death signal is unsafe in a process with threads, and does not reach children of the ranks.
     process = subprocess.Popen(
-        ["/bin/sh", "-c", _SCRIPT, "jaxche-reaper", str(round(grace_s))],
+        ["/bin/sh", "-c", _SCRIPT, "jaxche-reaper", str(round(10 * grace_s))],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

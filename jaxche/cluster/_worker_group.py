@@ -87,15 +87,15 @@ class WorkerGroup:
     ) -> None:
         # The number of earlier starts, and how many dead ranks may be replaced while the others continue.
         self._context, self._restart, self._replacements = context, restart, replacements
-        # Of an elastic run; it ends after the ranks.
-        self._coordinator = coordinator
-        if coordinator is not None:
-            context.reaper.add(coordinator.process.pid)
         self._heartbeats = heartbeats
         self._ranks: list[_Rank] = []
         self._running: set[int] = set()
         # Process groups that may have processes.
         self._groups: set[int] = set()
+        # Of an elastic run; of the signals to ranks it ignores all but SIGKILL.
+        self._coordinator = coordinator
+        if coordinator is not None:
+            self._watch(coordinator.process.pid)
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
         self._expendable: set[int] = set()
         # Ranks that were killed because they had no heartbeat.
@@ -134,8 +134,7 @@ class WorkerGroup:
                 f"command={list(command)!r} cannot be run: {error.strerror}. For a script write: "
                 f'launch([sys.executable, "train.py"], processes=...)'
             ) from None
-        self._groups.add(child.pid)
-        self._context.reaper.add(child.pid)
+        self._watch(child.pid)
         self._context.log.write("start", restart=restart, rank=rank, pid=child.pid, place=str(placement))
         assert child.stdout is not None
         assert child.stderr is not None
@@ -161,11 +160,8 @@ class WorkerGroup:
     def wait(self) -> GroupResult:
         """Wait until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
         while self._running and not self._is_over():
-            result = self._stop_all_if_needed()
-            if result is None:
-                self._kill_hung()
-                result = self._next_exit()
-            if result is not None:
+            self._kill_hung()
+            if result := self._stop_all_if_needed() or self._next_exit():
                 return result
         if self._running:
             self._stop(signal.SIGTERM, self._context.grace_s)
@@ -267,6 +263,11 @@ class WorkerGroup:
             return GroupResult(128 + self._stop_signal, by_signal=True)
         return _failure(rank, code)
 
+    def _watch(self, group: int) -> None:
+        """End a process group with this one, and with the launcher."""
+        self._groups.add(group)
+        self._context.reaper.add(group)
+
     def _forget(self, group: int) -> None:
         """Forget a process group that has ended, because the system may reuse its number."""
         self._groups.discard(group)
@@ -277,20 +278,16 @@ class WorkerGroup:
         for group in self._groups:
             _signal_group(group, signal.SIGKILL)
         if self._coordinator is not None:
-            _signal_group(self._coordinator.process.pid, signal.SIGKILL)
-            self._coordinator.process.wait()
-            assert self._coordinator.process.stdin is not None
-            self._coordinator.process.stdin.close()
-            self._coordinator = None
+            with self._coordinator.process:  # waits for it, and closes its standard input
+                pass
         for rank in self._ranks:
             # A process in an uninterruptible wait ends later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.child.wait(timeout=5.0)
         for reader in (one for rank in self._ranks for one in (rank.out, rank.err)):
             reader.join(timeout=2.0)
-        # The system may reuse their numbers.
-        self._groups.clear()
-        self._context.reaper.clear()
+        for group in [*self._groups]:
+            self._forget(group)
 
     def _stop(self, number: int, grace_s: float) -> None:
         for group in self._groups:

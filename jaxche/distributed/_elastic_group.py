@@ -213,13 +213,12 @@ class ElasticGroup(Group):
     def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]) -> None:
         """Admit candidates, by their incarnations; all members call it, the first sends JSON and then arrays."""
         # Threads send the arrays, which may arrive later. It raises PeerLostError if a candidate has died.
-        is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
         wanted = Quorum(members, [], self.members[0])
         if self._decide(wanted) != wanted:
             raise PeerLostError("the members decided on another quorum meanwhile")
         self._set_quorum(self._next_id, members)
-        if is_sender:
+        if wanted.sender == self.process_index:
             requests = self._requests()
             for process, incarnation in candidates.items():
                 if requests[process]["incarnation"] == incarnation:  # else it has died, and the barrier fails

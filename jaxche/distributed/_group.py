@@ -159,7 +159,7 @@ class Group:
             return [value]
         call, path = self._calls, f"jaxche/all_gather/{self.quorum_id}"
         self._calls += 1
-        texts = {self.process_index: json.dumps(value) + (f"\n{place}" if place else "")}
+        texts = {self.process_index: f"{json.dumps(value)}\n{place}"}
         self.client.key_value_set(f"{path}/{call}/{self.process_index}", texts[self.process_index])
         while missing := [process for process in self.members if process not in texts]:
             texts[missing[0]] = self.receive(f"{path}/{call}/{missing[0]}", missing[0])

@@ -82,7 +82,7 @@ def test_kill_after_the_grace_and_no_folder_is_left(start, tmp_path, until):
     (folder / "0").touch()
     stays = start("sh", "-c", "trap '' TERM; echo ready; sleep 100")
     until_ready(stays)
-    launcher = start(sys.executable, "-c", LAUNCHER, "1", str(folder), str(stays.pid))
+    launcher = start(sys.executable, "-c", LAUNCHER, "0.3", str(folder), str(stays.pid))
     until_ready(launcher)
     launcher.kill()
     assert stays.wait(timeout=20) == -signal.SIGKILL
