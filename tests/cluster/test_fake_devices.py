@@ -1,8 +1,5 @@
 """Fake devices."""
 
-import subprocess
-import sys
-
 import pytest
 
 import jaxche
@@ -14,8 +11,8 @@ assert len(jaxche.fake_devices(3)) == 3  # once more changes nothing
 """
 
 
-def test_in_a_fresh_process():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+def test_in_a_fresh_process(run_forked):
+    done = run_forked("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
 
 

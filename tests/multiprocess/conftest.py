@@ -34,7 +34,7 @@ def _on_cpu():
 
 
 @pytest.fixture(scope="session")
-def _forks(_asked):
+def launch_forks(_asked):
     """``launch`` in a process that has imported what ranks import."""
 
     def launch(command, processes, **options):
@@ -47,10 +47,10 @@ def _forks(_asked):
 
 
 @pytest.fixture(scope="module")
-def forked(request, _forks):
+def forked(request, launch_forks):
     """The ranks that this module launches are forks: they import nothing that takes long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request.module, "launch", _forks, raising=False)
+        patch.setattr(request.module, "launch", launch_forks, raising=False)
         yield
 
 

@@ -1,15 +1,10 @@
 """`jaxche doctor` between real processes."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 
-def test_two_processes_measure_their_link_and_clocks():
-    command = [sys.executable, "-m", "jaxche", "doctor", "-n", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_two_processes_measure_their_link_and_clocks(run_forked):
+    done = run_forked("-m", "jaxche", "doctor", "-n", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 100 for line in lines)
@@ -23,26 +18,18 @@ def test_two_processes_measure_their_link_and_clocks():
     assert lines[-1] == "healthy. Next: jaxche launch -n 2 train.py, or jaxche train"
 
 
-def test_what_is_wrong_on_another_process_is_told_by_the_first(tmp_path):
+def test_what_is_wrong_on_another_process_is_told_by_the_first(run_forked, tmp_path):
     # Under the launcher of the user's choice, here jaxche's own; only rank 1 sees a folder it cannot use.
     (tmp_path / "file").touch()
     program = tmp_path / "sick.py"
     program.write_text(
-        "import os, sys\n"
+        "import os, sys, jax\n"
         "if os.environ['JAXCHE_PROCESS_ID'] == '1':\n"
-        f"    os.environ['JAX_COMPILATION_CACHE_DIR'] = {json.dumps(str(tmp_path / 'file' / 'cache'))}\n"
+        f"    jax.config.update('jax_compilation_cache_dir', {str(tmp_path / 'file' / 'cache')!r})\n"
         "from jaxche.cli import main\n"
         "sys.exit(main(['doctor']))\n"
     )
-    env = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxche", "launch", "-n", "2", str(program)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_forked("-m", "jaxche", "launch", "-n", "2", program)
     assert done.returncode == 1, done.stderr
     assert re.search(r"^\[0\] BAD process 1\s+cache: ", done.stdout, re.M)
     assert "[0] 1 problem(s). Next: JAX_COMPILATION_CACHE_DIR=" in done.stdout

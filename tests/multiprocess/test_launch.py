@@ -33,7 +33,7 @@ def test_two_processes_find_each_other_and_add_up(script, capfd):
     assert {"[0] jaxche 2 3.0", "[1] jaxche 2 3.0"} <= set(lines)
 
 
-def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capfd):
+def test_processes_of_other_versions_refuse_each_other_with_a_table(script, launch_forks, capfd):
     command = script("""
         from jaxche.cluster import _initialize, initialize
         if rank == 1:
@@ -47,7 +47,7 @@ def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capf
             import jax.numpy as jnp
             print("alone", jnp.ones(2).sum())
     """)
-    assert launch(command, 2) == 0
+    assert launch_forks(command, 2) == 0
     lines = capfd.readouterr().out.splitlines()
     for rank in (0, 1):
         mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
@@ -56,18 +56,18 @@ def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capf
         assert mine[-1] == "alone 2.0"
 
 
-def test_processes_that_expect_different_worlds_are_named(script, capfd):
+def test_processes_that_expect_different_worlds_are_named(script, launch_forks, capfd):
     command = script("""
         from jaxche.cluster import initialize
         initialize(os.environ["JAXCHE_COORDINATOR"], 2 + rank, rank, timeout_s=60)
     """)
-    assert launch(command, 2, grace_s=2.0) == 1
+    assert launch_forks(command, 2, grace_s=2.0) == 1
     err = capfd.readouterr().err
     assert "num_processes=2 on process 0; num_processes=3 on process 1" in err
 
 
 @pytest.mark.parametrize("who", [1, 0])
-def test_an_exception_after_joining_ends_both_at_once(script, capfd, who):
+def test_an_exception_after_joining_ends_both_at_once(script, launch_forks, capfd, who):
     # Left to itself JAX would have rank 1 wait at exit for rank 0, and rank 0 for ever for rank 1.
     command = script(f"""
         from jaxche.cluster import initialize
@@ -80,14 +80,14 @@ def test_an_exception_after_joining_ends_both_at_once(script, capfd, who):
         time.sleep(100)
     """)
     start = time.monotonic()
-    assert launch(command, 2, grace_s=0.3) == 1
+    assert launch_forks(command, 2, grace_s=0.3) == 1
     assert time.monotonic() - start < 40
     err = capfd.readouterr().err
     assert f"rank {who} failed with exit code 1" in err
     assert "    KeyError: 'the data is missing'" in err
 
 
-def test_others_may_write_a_last_file_when_process_0_has_left_an_elastic_run(script, capfd, tmp_path):
+def test_others_may_write_a_last_file_when_process_0_has_left_an_elastic_run(script, launch_forks, capfd, tmp_path):
     # They meet at the coordinator, and where that has gone jaxlib ends them.
     command = script(f"""
         from jaxche.cluster import initialize
@@ -96,7 +96,7 @@ def test_others_may_write_a_last_file_when_process_0_has_left_an_elastic_run(scr
             time.sleep(5)
             open({str(tmp_path)!r} + "/written", "w").close()
     """)
-    assert launch(command, 2, elastic=True) == 0
+    assert launch_forks(command, 2, elastic=True) == 0
     err = capfd.readouterr().err
     assert (tmp_path / "written").exists()
     assert "rank 1" not in err, err
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_after_another_has_succeeded_fails_the_elastic_run(scr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
-def test_the_coordinator_of_a_launcher_that_was_killed_ends_too(script, gone):
+def test_the_coordinator_of_a_launcher_that_was_killed_ends_too(script, fork, gone):
     command = script("""
         from jaxche.cluster import initialize
         initialize(timeout_s=60)
@@ -132,7 +132,7 @@ def test_the_coordinator_of_a_launcher_that_was_killed_ends_too(script, gone):
         time.sleep(100)
     """)
     code = f"from jaxche.cluster import launch; launch({command!r}, 2, elastic=True, grace_s=1.0, term_grace_s=8.0)"
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    run = fork("-c", code, stdout=subprocess.PIPE)
     children = []
     for _ in range(2):
         assert b"joined" in run.stdout.readline()
@@ -225,7 +225,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks(script, launcher, gone, number)
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_rank_that_hangs_ends_all_where_nobody_hears_heartbeats(script, capfd):
+def test_a_rank_that_hangs_ends_all_where_nobody_hears_heartbeats(script, launch_forks, capfd):
     command = script("""
         import threading
         import jax.numpy as jnp, numpy as np, optax
@@ -245,14 +245,14 @@ def test_a_rank_that_hangs_ends_all_where_nobody_hears_heartbeats(script, capfd)
         os.environ["JAXCHE_HANG_TIMEOUT"] = "3"  # from here on, for the first round has compiled
         trainer.round(state, data, counts=(1, 1))
     """)
-    assert launch(command, 2, grace_s=2.0) == 1
+    assert launch_forks(command, 2, grace_s=2.0) == 1
     told = capfd.readouterr().err.splitlines()
     assert any(re.fullmatch(r"\[[01]\] Timeout \(0:00:03\)!", line) for line in told)
     # Only one has something to tell of where it hangs.
     assert {line[:3] for line in told if line.startswith("[") and "in waits_for_ever" in line} == {"[1]"}
 
 
-def test_an_error_of_all_ranks_is_printed_by_each(script, capfd, monkeypatch):
+def test_an_error_of_all_ranks_is_printed_by_each(script, launch_forks, capfd, monkeypatch):
     """Without lines of the coordinator, which process 0 would otherwise end first."""
     monkeypatch.setattr("jaxche.cluster._worker_group._ERROR_OUTPUT_S", 30.0)
     command = script("""
@@ -264,14 +264,14 @@ def test_an_error_of_all_ranks_is_printed_by_each(script, capfd, monkeypatch):
         time.sleep(0.3 * jaxche.process_shard()[0])
         jaxche.Trainer(lambda w, batch: w, optax.sgd(0.1), policy="often")
     """)
-    assert launch(command, 2, grace_s=30.0) == 1
+    assert launch_forks(command, 2, grace_s=30.0) == 1
     told = capfd.readouterr().err.splitlines()
     for rank in range(2):
         assert any(line.startswith(f"[{rank}] ValueError: ") and "'often'" in line for line in told)
     assert not any("oordination" in line for line in told)
 
 
-def test_the_rank_that_failed_prints_its_error_also_if_it_is_slow(script, capfd, monkeypatch):
+def test_the_rank_that_failed_prints_its_error_also_if_it_is_slow(script, launch_forks, capfd, monkeypatch):
     """JAX ends it as soon as process 0 has exited."""
     monkeypatch.setattr("jaxche.cluster._worker_group._ERROR_OUTPUT_S", 30.0)
     command = script("""
@@ -291,13 +291,13 @@ def test_the_rank_that_failed_prints_its_error_also_if_it_is_slow(script, capfd,
         trainer = jaxche.Trainer(lambda w, batch: jnp.mean((w - batch) ** 2), optax.sgd(0.1))
         trainer.fit(trainer.init(jnp.zeros(4)), Data([np.ones(4, np.float32)] * 8))
     """)
-    assert launch(command, 2, grace_s=30.0) == 1
+    assert launch_forks(command, 2, grace_s=30.0) == 1
     told = capfd.readouterr().err.splitlines()
     assert any(line.startswith("[0] jaxche.distributed._group.RankError: rank 1 failed") for line in told)
     assert "[1] OSError: disk on fire" in told
 
 
-def test_a_worker_process_that_imports_the_script_again_does_not_join(script, capfd):
+def test_a_worker_process_that_imports_the_script_again_does_not_join(script, launch_forks, capfd):
     command = script("""
     import multiprocessing
     import jaxche
@@ -309,7 +309,7 @@ def test_a_worker_process_that_imports_the_script_again_does_not_join(script, ca
         from jaxche.distributed import Group
         print("gathered", Group().all_gather([rank, worker.exitcode]))
     """)
-    assert launch(command, 2) == 0
+    assert launch_forks(command, 2) == 0
     out, err = capfd.readouterr()
     assert out.count("gathered [[0, 1], [1, 1]]") == 2
     for rank in range(2):

@@ -164,14 +164,15 @@ def test_a_comparison_whose_process_is_killed_starts_again_where_it_was(run, tmp
         assert numbers == json.loads((folder / "done.json").read_text())
 
 
-def test_plain_orbax_restores_the_parameters(trained):
+def test_plain_orbax_restores_the_parameters(run_forked, trained):
     folder, _ = trained
     program = f"""
 import numpy as np, orbax.checkpoint as ocp
 params = ocp.StandardCheckpointer().restore({str((folder / "runs/mine/params").resolve())!r})
 np.savez({str(folder / "restored.npz")!r}, kernel=params["Conv_0"]["kernel"], bias=params["Dense_1"]["bias"])
 """
-    subprocess.run([sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True)
+    done = run_forked("-c", program)
+    assert done.returncode == 0, done.stderr
     restored = np.load(folder / "restored.npz")
     assert restored["kernel"].shape == (3, 3, 1, 16)
     assert np.isfinite(restored["kernel"]).all()
