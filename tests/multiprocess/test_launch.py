@@ -93,10 +93,12 @@ def test_others_may_write_a_last_file_when_process_0_has_left_an_elastic_run(scr
         from jaxche.cluster import initialize
         info = initialize(timeout_s=60)
         if info.process_id == 1:
-            time.sleep(5)
+            while '"event": "exit"' not in open(os.environ["JAXCHE_EVENTS"]).read():
+                time.sleep(0.02)
+            time.sleep(1)  # an end of the coordinator is seen at once
             open({str(tmp_path)!r} + "/written", "w").close()
     """)
-    assert launch_forks(command, 2, elastic=True) == 0
+    assert launch_forks(command, 2, elastic=True, events=tmp_path / "events.jsonl") == 0
     err = capfd.readouterr().err
     assert (tmp_path / "written").exists()
     assert "rank 1" not in err, err
