@@ -230,7 +230,8 @@ def test_of_two_halves_only_the_one_with_the_coordinator_goes_on(tmp_path, start
     children = []
     for rank, side in enumerate((0, 1, 1)):  # the smaller half has the coordinator
         prefix = ("ip", "netns", "exec", names[side])
-        children.append(start("SLOW unsaved", rank, 3, address, prefix, JAXCHE_EVENTS=str(events[rank])))
+        env = {"JAXCHE_EVENTS": str(events[rank]), "JAXCHE_HEARTBEAT_TIMEOUT": "6"}
+        children.append(start("SLOW unsaved", rank, 3, address, prefix, **env))
 
     def rounds(rank):
         return [event["round"] for event in json_lines(events[rank])] if events[rank].exists() else []
