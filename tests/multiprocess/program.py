@@ -297,6 +297,7 @@ def islands(problem, groups, host, named):
     state, info = trainer.round(state, problem.data, counts=(1,) * len(groups))
     whole = None if host else jax.sharding.NamedSharding(_mesh_of(state), jax.P())
     averages = trainer.params(trainer.with_ema(state))
+    policies = ["cadence"] if any(map(is_private, jaxche.devices())) else ["cadence", "sync"]
     trees = jax.device_get(jax.jit(lambda x: x, out_shardings=whole)((trainer.params(state), averages)))
     return {
         "trees": jax.tree.map(np.ndarray.tolist, trees),
@@ -304,7 +305,7 @@ def islands(problem, groups, host, named):
         "rates": len(rates),
         "torn": torn,
         "cut": len({str(shard.index) for shard in state.local_states[0].params["w"].global_shards}),
-        "donated": [donated(problem, len(groups), policy, **knobs) for policy in ("cadence", "sync")],
+        "donated": [donated(problem, len(groups), policy, **knobs) for policy in policies],
     }
 
 
@@ -320,9 +321,9 @@ def donated(problem, world, policy, **knobs):
         knobs |= (
             {"rows": "equal"} if policy == "sync" else {"che": jaxche.ElChe(world, 2, max_anchor=2, max_batch_diff=0)}
         )
-    ended, taken, errors = [], [], []
+    trainer, ended, taken, errors = jaxche.Trainer(loss, optax.adam(0.05), policy=policy, **knobs), [], [], []
     for donate in (False, True):
-        trainer, states = jaxche.Trainer(loss, optax.adam(0.05), policy=policy, **knobs), []
+        states = []
         options = {"callbacks": [lambda state, info, states=states: states.append(state)], "progress": False}
         given = trainer.init(params)
         state, _ = trainer.fit(given, problem.data, donate=donate, **options)
