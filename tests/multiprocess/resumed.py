@@ -19,7 +19,7 @@ import optax
 
 import jaxche
 from jaxche.checkpoints import _writer
-from jaxche.distributed import _elastic_group
+from jaxche.distributed import _elastic_group, process_group
 from jaxche.replicas import ReplicaMesh, _merge
 from jaxche.training import _checkpoints, _membership, _plan
 from jaxche.training._preparation import PreparedEngine
@@ -38,7 +38,7 @@ RULES = {
     "groups": {"groups": "process", "group_merges": 2},
 }
 # Of the second process, one after another, and a run long enough for them.
-DEATHS, MORE_EPOCHS = 4, 24
+DEATHS, MORE_EPOCHS = 4, 12
 
 
 class Problem:
@@ -128,7 +128,6 @@ def stream(data, has_state):
 
 def admit_amid_epochs(cursors):
     """Admit a replacement only at the end of a round of two that does not end its epoch."""
-    candidates = _elastic_group.ElasticGroup.candidates
     _elastic_group.ElasticGroup.candidates = lambda self: candidates(self) if cursors[-1] < 8 else {}
 
 
@@ -141,7 +140,7 @@ def callback(what, round, world, merged):
 
     def call(state, info):
         if what.startswith(("JOIN", "AGAIN", "PAUSE10")) and len(info.counts) < world:
-            time.sleep(0.7)  # the run is not to end before another has started
+            wait_for_replacement("twice" in what)
         if what.startswith("SLOW"):
             time.sleep(0.5)
         restart = int(os.environ.get("JAXCHE_RESTART", 0))
@@ -182,6 +181,16 @@ def wait_for_others(merged):
         time.sleep(0.01)
 
 
+def wait_for_replacement(is_of_another_fit):
+    """The run is not to end before another process has started."""
+    if is_of_another_fit:  # which is no candidate
+        time.sleep(0.7)
+        return
+    end = time.monotonic() + 60
+    while not candidates(process_group()) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def victim_of(what):
     """The rank that dies or stops: 1, or 0."""
     return 0 if "zero" in what.split() else 1
@@ -200,6 +209,7 @@ def empty_disk():
 
 
 mkdir = os.mkdir
+candidates = _elastic_group.ElasticGroup.candidates
 
 
 def no_folder(path, *args, **kwargs):
