@@ -247,7 +247,7 @@ def malformed(token, rng):
 
 @pytest.fixture(scope="session")
 def strangers():
-    """Sends 10,000 greetings that are none to a listener, half of them through each of its doors, beside 500 silences.
+    """Sends greetings that are none to a listener, half of them through each of its doors, beside 500 silences.
 
     Gives the most threads, files and KiB of memory that the process of the listener then had above what it has before.
     """

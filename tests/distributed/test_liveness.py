@@ -329,7 +329,7 @@ def test_the_server_stays_a_while_after_the_last_process_and_waits_for_the_first
 def test_greetings_of_strangers_are_no_processes(run, until, strangers):
     server, connected = run
     one = connected(1)
-    used = strangers(server.address, seed=1)
+    used = strangers(server.address, hellos=1000, seed=1)
     assert used["threads"] <= 0
     assert used["files"] <= 100
     assert used["kib"] < 20_000

@@ -74,7 +74,7 @@ def test_strangers_at_every_listener_leave_a_run_as_it_was(run, strangers):
     def visit(told):
         for process in told:
             for number, address in enumerate(process["addresses"].values()):
-                used.append(strangers(address, process["pid"], seed=number))
+                used.append(strangers(address, process["pid"], hellos=3000, seed=number))
 
     results = run(visit)
     assert len(used) == 3
