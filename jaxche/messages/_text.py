@@ -21,7 +21,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def brief(value: Any, most: int = 80) -> str:
     """The value as text on one line of at most ``most`` characters, for messages; of an array dtype and shape."""
     is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not is_number:
+    # The classes of arrays and of numbers, such as np.float32, have these attributes too.
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not (is_number or isinstance(value, type)):
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     if type(value) in (list, tuple):
         left, right = "[]" if isinstance(value, list) else "()"

@@ -38,7 +38,10 @@ def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _shorten(error: BaseException | None) -> None:
-    while error is not None:
+    seen: set[int] = set()
+    # An error may be its own cause: ``raise error from error``.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if _is_expected(error):
             error.__traceback__ = users_part(error.__traceback__)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

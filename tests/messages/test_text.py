@@ -89,3 +89,4 @@ def test_an_article_follows_the_sound_of_the_name(name):
 def test_arrays_are_brief_and_numbers_of_numpy_are_shown():
     assert brief(np.zeros((2, 3), np.float32)) == "float32[2, 3]"
     assert brief([np.float64(1.5), np.zeros(1)]) == "[np.float64(1.5), float64[1]]"
+    assert brief((np.float32, np.ndarray)) == "(<class 'numpy.float32'>, <class 'numpy.ndarray'>)"

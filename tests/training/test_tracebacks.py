@@ -122,3 +122,16 @@ def test_causes_are_shortened_too():
     with pytest.raises(RuntimeError) as found:
         call()
     assert names(found.value.__cause__) == []
+
+
+def test_an_error_may_be_its_own_cause():
+    @short_traceback
+    def call():
+        try:
+            jaxche.Trainer(lambda p, b: 0.0, "adam")
+        except ValueError as error:
+            raise error from error
+
+    with pytest.raises(ValueError, match="adam") as found:
+        call()
+    assert names(found.value) == ["call", "call"]  # raised twice
