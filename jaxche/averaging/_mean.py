@@ -111,9 +111,12 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
             f"over the axis: in_specs=P({axis_name!r})"
         )
     weight = weight.reshape(())  # of shape [1] in a shard_map
-    sums, total = psum_buckets((weighted(arrays, weight), weight.astype(jnp.float32)), axis_name)
+    products = weighted(arrays, weight)
+    # In each dtype the weights are rounded as in the products, so that a mean of equal numbers is that number.
+    weights = {x.dtype.name: weight.astype(x.dtype) for x in products}
+    sums, totals = psum_buckets((products, weights), axis_name)
     for i, x, s in zip(averaged, arrays, sums, strict=True):
-        leaves[i] = (s / total.astype(s.dtype)).astype(x.dtype)
+        leaves[i] = (s / totals[s.dtype.name]).astype(x.dtype)
     return jax.tree.unflatten(treedef, leaves)
 
 

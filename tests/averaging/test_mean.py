@@ -77,6 +77,14 @@ def test_a_weight_of_zero_adds_nothing_also_of_what_is_not_finite(bind, bad):
     assert np.asarray(mean["half"], np.float32).tolist() == [5.0] * 3
 
 
+def test_the_mean_of_equal_numbers_is_that_number():
+    """The weights are not exact in float32, nor is their sum."""
+    with jax.enable_x64(True):
+        mean = over_vmap({"wide": jnp.ones(2), "narrow": jnp.ones(2, jnp.float32)}, jnp.array([0.1, 0.2]))
+    assert mean["wide"].dtype == jnp.float64
+    assert [x.tolist() for x in jax.tree.leaves(mean)] == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_what_is_not_finite_counts_where_the_weight_is_not_zero():
     assert np.isnan(over_vmap(jnp.array([1.0, np.nan]), jnp.array([1.0, 1e-3]))).all()
     assert np.isnan(over_vmap(jnp.array([1.0, 1.0]), jnp.array([1.0, np.nan]))).all()
