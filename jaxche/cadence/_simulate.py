@@ -45,8 +45,10 @@ class Slowdown:
     def __post_init__(self) -> None:
         whole_number("rank", self.rank, 0, "Slowdown(rank=0, round=10, factor=2.0)")
         whole_number("round", self.round, 0, "Slowdown(rank=0, round=10, factor=2.0)")
-        if finite_number("factor", self.factor, "factor=2.0") <= 0:
+        factor = finite_number("factor", self.factor, "factor=2.0")
+        if factor <= 0:
             raise ValueError(f"factor={self.factor} must be above 0; write e.g. factor=2.0")
+        object.__setattr__(self, "factor", factor)
 
 
 def _numbers(name: str, row: Any) -> tuple[float, ...]:

@@ -186,6 +186,7 @@ def test_refused(make, said):
 
 def test_numbers_are_kept_as_floats():
     assert VirtualFleet([10, 23], sync_ms="5.0", fixed_ms="1") == VirtualFleet([10, 23], sync_ms=5.0, fixed_ms=1.0)
+    assert VirtualFleet([10, 23], slowdown=Slowdown(1, 0, "2.0")).speeds(0).tolist() == [10.0, 46.0]
 
 
 def test_repr_of_a_fleet_is_one_line():
