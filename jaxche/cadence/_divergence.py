@@ -105,19 +105,17 @@ class DivergenceCorrection:
         return f"DivergenceCorrection(ceiling={self.ceiling}, calm={self.calm}, growth={self.guard.rate:.4g} a step)"
 
     def apply(
-        self, before: ElChe, after: ElChe, drift: float, k_max: int | None = None
+        self, before: ElChe, after: ElChe, drift: float, k_max: int
     ) -> tuple[DivergenceCorrection, ElChe, Verdict]:
         """Check the drift of a round whose fastest replica took ``k_max`` steps, and limit the anchor of the next.
 
-        ``before`` is the cadence of the round, whose largest count is the default, and ``after`` that of the next round
-        by its timings alone.
+        ``before`` is the cadence of the round, and ``after`` that of the next round by its timings alone.
         """
-        guard, verdict = self.guard.observe(drift, k_max or max(before.batch_counts))
+        guard, verdict = self.guard.observe(drift, k_max)
         calm = self.calm + 1 if verdict is Verdict.CALM else 0
         seen = replace(self, guard=guard, calm=calm)
         if verdict is Verdict.NUDGE:
-            ceiling = after.capped(before.anchor).nudge_anchor_down(NUDGE_FACTOR).anchor
-            # The nudge of the seed tuner may leave counts behind (dead zone, max_batch_diff); capped does not.
+            ceiling = math.ceil(NUDGE_FACTOR * min(before.anchor, after.anchor))
             return replace(seen, ceiling=ceiling), after.capped(ceiling), verdict
         ceiling = self.ceiling
         if verdict is Verdict.SUPPRESS:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxche.cadence._round_plan import ApplyPolicy
 from jaxche.cadence._row_shares import Cut, RowShares
-from jaxche.cadence._shared_steps import best_shared_ms, best_shared_steps, effective_ranks, more_steps, shared_worth
+from jaxche.cadence._shared_steps import best_shared_steps, effective_ranks, more_steps, shared_worth
 from jaxche.cadence._tuner_progress import MergeCost, best_round_ms
 
 # An update from k batches makes as much progress as k ** _AT_ONCE updates from one; so do k replicas of equal speed
@@ -129,8 +129,7 @@ def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: LocalCosts) -> 
     speed, fast, (rows, wall) = 1 / ms, float(ms.min()), cut
     alike, tau = effective_ranks(rows), costs.tau_ms / more_steps(speed, shared)
     merge = costs.merge
-    number = max(1, round(best_shared_ms(merge, tau, alike) / wall))
-    number = best_shared_steps(number, merge, tau, alike, wall)
+    number = best_shared_steps(merge, tau, alike, wall)
     length = number * wall
     rate = shared / wall * length / (length + merge.added_to([length], [number]))
     worth = shared ** (_AT_ONCE - 1) * shared_worth(length, tau, alike) * costs.worth(length, tau)

@@ -32,36 +32,25 @@ def best_shared_ms(cost: MergeCost, tau: float, replicas: float) -> float:
     return cost.best_round_ms(best, half)
 
 
-def shared_round_ms(che: CadenceState, rows: Sequence[float], joined: int) -> float:
-    """The length of a round whose local steps share so many batches, each rank with so many rows of a step."""
-    if not (che.sync_samples and che.travel_samples and che.round_ms):
-        return che.round_ms
-    cost, tau = _merge_and_half_life_ms(che, rows, joined)
-    best = best_shared_ms(cost, tau, effective_ranks(rows))
-    return min(best, 2 * che.round_ms)  # which grows step by step
-
-
-def _merge_and_half_life_ms(che: CadenceState, rows: Sequence[float], joined: int) -> tuple[MergeCost, float]:
-    """The measured cost of a merge, and the τ of local steps that share so many batches."""
-    fast = min(ms for ms in che.ms_per_batch if ms)
-    cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
-    return cost, che.half_life * half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
-
-
 def shared_steps(che: CadenceState, rows: Sequence[float], joined: int, step_ms: float, most_ms: float) -> int:
     """The steps that share ``joined`` batches in a round of at most ``most_ms``, each rank with so many rows of a step.
 
+    They make the most progress in at most twice the time of a round on whole batches, which grows report by report.
+    """
+    if not (che.sync_samples and che.travel_samples):
+        return max(1, round(min(che.round_ms, most_ms) / step_ms))
+    fast = min(ms for ms in che.ms_per_batch if ms)
+    cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
+    tau = che.half_life * half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
+    return best_shared_steps(cost, tau, effective_ranks(rows), step_ms, min(2 * che.round_ms, most_ms))
+
+
+def best_shared_steps(cost: MergeCost, tau: float, replicas: float, step_ms: float, most_ms: float = math.inf) -> int:
+    """The steps with the most progress in a round that shares batches, whose best length is at most ``most_ms``.
+
     Whole steps run beside a merge, ⌊f n⌋ of n: with overlap it is the n with the most progress, at most twice as many.
     """
-    number = max(1, round(min(shared_round_ms(che, rows, joined), most_ms) / step_ms))
-    if not (che.sync_samples and che.travel_samples):
-        return number
-    cost, tau = _merge_and_half_life_ms(che, rows, joined)
-    return best_shared_steps(number, cost, tau, effective_ranks(rows), step_ms)
-
-
-def best_shared_steps(number: int, cost: MergeCost, tau: float, replicas: float, step_ms: float) -> int:
-    """The steps with the most progress in a round that shares batches, about ``number``: whole ones hide a merge."""
+    number = max(1, round(min(best_shared_ms(cost, tau, replicas), most_ms) / step_ms))
     if not cost.overlap:
         return number
 

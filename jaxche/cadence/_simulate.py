@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxche.cadence._checks import finite_number, whole_number
 from jaxche.cadence._elche import ElChe, short_row
-from jaxche.cadence._round_plan import plan_round
+from jaxche.cadence._round_plan import RoundPlan
 from jaxche.drawing import COLOURS, figure_of, label_outside
 from jaxche.messages import brief
 
@@ -232,9 +232,7 @@ class VirtualFleet:
         slowest = np.zeros(rounds)
         for k in range(rounds):
             began = time.perf_counter()
-            plan = plan_round(
-                che.batch_counts, round=k, epoch=0, cursor=0, epoch_size=_ENDLESS, max_batch_diff=che.max_batch_diff
-            )
+            plan = RoundPlan(k, 0, 0, che.limited_counts, _ENDLESS)
             # Part of the cost: every host also hashes the plan and computes its batches; the last rank takes longest.
             plan.digest()
             plan.share(size - 1)

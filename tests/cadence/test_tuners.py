@@ -12,7 +12,6 @@ from jaxche.cadence._shared_steps import (
     best_shared_ms,
     effective_ranks,
     more_steps,
-    shared_round_ms,
     shared_steps,
     shared_worth,
 )
@@ -46,6 +45,11 @@ def run(ms, sync_ms, travel_ms, rounds=30, poison=None, che=None, jitter=0.0):
     return che, seen
 
 
+def shared_ms(che, rows, joined):
+    """The length of a round of a great many steps that share batches."""
+    return 1e-6 * shared_steps(che, rows, joined, 1e-6, math.inf)
+
+
 @pytest.mark.parametrize("ms", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("sync_ms", [1.0, 11.0, 100.0])
 @pytest.mark.parametrize("travel_ms", [2e3, 2e4])
@@ -73,7 +77,7 @@ def test_local_steps_are_worth_as_much_as_in_tau_of_25_batches_however_fast_repl
     assert che.round_ms == pytest.approx(math.sqrt(5.0 * 500.0), rel=0.25)
     for rows, joined, more in (((8, 8), 1, 2.0), ((16, 16), 2, 1.0)):
         best = best_shared_ms(MergeCost(5.0), 500.0 / more, 2)
-        assert shared_round_ms(che, rows, joined) == pytest.approx(best)
+        assert shared_ms(che, rows, joined) == pytest.approx(best)
 
 
 def test_faster_movement_makes_rounds_shorter_and_slower_movement_longer():
@@ -225,16 +229,14 @@ def test_replicas_of_unequal_speed_count_as_fewer():
 
 def test_more_replicas_share_batches_in_shorter_rounds():
     che, _ = run((20.0, 20.0), 11.0, 2000.0)
-    two, four = (shared_round_ms(che, rows, 1) for rows in ((8, 8), (4, 4, 4, 4)))
+    two, four = (shared_ms(che, rows, 1) for rows in ((8, 8), (4, 4, 4, 4)))
     assert two == pytest.approx(best_shared_ms(MergeCost(11.0), half_life_ms(2000.0, 20.0), 2))
     assert 0.75 * two < four < 0.82 * two  # about as the number to the power of -1/3
     # While rounds grow, those that share batches grow with them.
-    assert shared_round_ms(replace(che, round_ms=20.0), (8, 8), 1) == 40.0
-    assert shared_round_ms(jaxche.ElChe(2, 1, tuner="progress"), (8, 8), 1) == 0.0
+    assert shared_ms(replace(che, round_ms=20.0), (8, 8), 1) == pytest.approx(40.0)
+    assert shared_steps(jaxche.ElChe(2, 1, tuner="progress"), (8, 8), 1, 14.3, math.inf) == 1
     grouped = replace(che, half_life=4.0)
-    assert (
-        two < shared_round_ms(grouped, (8, 8), 1) == pytest.approx(min(2 * che.round_ms, two * 4 ** (2 / 3)), rel=0.1)
-    )
+    assert two < shared_ms(grouped, (8, 8), 1) == pytest.approx(min(2 * che.round_ms, two * 4 ** (2 / 3)), rel=0.1)
 
 
 @pytest.mark.parametrize(

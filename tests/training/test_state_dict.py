@@ -22,7 +22,7 @@ def saved():
         che = che.report_timing([40.0 * che.batch_counts[0], 100.0 * che.batch_counts[1]], che.batch_counts, 300.0)
     correction = DivergenceCorrection()
     for drift in (0.1, 0.11, 0.12):
-        correction, che, _ = correction.apply(che, che, drift)
+        correction, che, _ = correction.apply(che, che, drift, 10)
     place = {
         "round": 7,
         "epoch": 2,
