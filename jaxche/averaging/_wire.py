@@ -183,11 +183,9 @@ def gather_means(
     data = list(itertools.chain.from_iterable(own))
     rows = lax.all_gather(jnp.concatenate([*data, to_bytes(jnp.append(exact, weight))]), axis_name)
     *found, numbers = jnp.split(rows, list(itertools.accumulate(x.size for x in data)), axis=1)
-    numbers = jax.vmap(lambda row: from_bytes(row, exact.dtype))(numbers)
-    sizes = [x.size for pieces in vectors for x in pieces]
-    means = [mean_of_rows(part, numbers[:, -1], size, wire) for part, size in zip(found, sizes, strict=True)]
-    sent = [decode(part, size, wire) for part, size in zip(data, sizes, strict=True)]
-    return Means(_regrouped(means, vectors), _regrouped(sent, vectors)), numbers[:, :-1].sum(0)
+    numbers, coded = jax.vmap(lambda row: from_bytes(row, exact.dtype))(numbers), iter(found)
+    means = [[mean_of_rows(next(coded), numbers[:, -1], x.size, wire) for x in pieces] for pieces in vectors]
+    return Means(means, _decoded(own, vectors, wire)), numbers[:, :-1].sum(0)
 
 
 def exchange_means(
@@ -219,17 +217,11 @@ def exchange_means(
     due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
     data = [pieces[0] for pieces in encode_all([[x] for x in due], wire)]
     found = jnp.split(exchange(jnp.concatenate(data), axis_name), ends, axis=1)
-    means = [
-        [decode(x, like.size, wire) for x, like in zip(_of_rows(one, pieces, size, wire), pieces, strict=True)]
-        for one, pieces, size in zip(found, vectors, sizes, strict=True)
-    ]
-    sent = [
-        [decode(x, like.size, wire) for x, like in zip(one, pieces, strict=True)]
-        for one, pieces in zip(own, vectors, strict=True)
-    ]
+    coded = [_of_rows(one, pieces, size, wire) for one, pieces, size in zip(found, vectors, sizes, strict=True)]
     kept = [decode(x, size, wire) for x, size in zip(data, sizes, strict=True)]
     rest = jnp.concatenate(due) - jnp.concatenate(kept)
-    return Means(means, sent), jnp.where(jnp.isfinite(rest), rest, 0)
+    means = Means(_decoded(coded, vectors, wire), _decoded(own, vectors, wire))
+    return means, jnp.where(jnp.isfinite(rest), rest, 0)
 
 
 def encode_all(vectors: Sequence[Pieces], wire: str) -> list[list[jax.Array]]:
@@ -237,9 +229,10 @@ def encode_all(vectors: Sequence[Pieces], wire: str) -> list[list[jax.Array]]:
     return [[encode(x, wire, cut=i > 0) for x in pieces] for i, pieces in enumerate(vectors)]
 
 
-def _regrouped(found: Sequence[jax.Array], vectors: Sequence[Pieces]) -> list[list[jax.Array]]:
-    rest = iter(found)
-    return [list(itertools.islice(rest, len(pieces))) for pieces in vectors]
+def _decoded(data: Sequence[Pieces], vectors: Sequence[Pieces], wire: str) -> list[list[jax.Array]]:
+    """The pieces of each vector from their bytes."""
+    pairs = (zip(one, pieces, strict=True) for one, pieces in zip(data, vectors, strict=True))
+    return [[decode(x, like.size, wire) for x, like in pair] for pair in pairs]
 
 
 def _block_bytes(wire: str) -> tuple[int, int]:
