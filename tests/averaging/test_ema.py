@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from jaxche.averaging import ema_init, ema_step, ema_values, ema_weight
 
+step = jax.jit(ema_step)
+
 
 @given(
     gaps=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
@@ -22,7 +24,7 @@ def test_it_is_the_mean_with_weights_that_grow_with_a_power_of_time(gaps, age):
         weight = ema_weight(age, before, now)
         assert (weight is None) == (before > 0 and now < before * (1 + age / 50))
         if weight is not None:
-            ema, before = ema_step(ema, values[i], weight), now
+            ema, before = step(ema, values[i], weight), now
             taken.append(i)
     powers = [(times[i] / before) ** (1 / age - 1) for i in taken]
     weights = np.diff([0.0, *powers])
@@ -36,7 +38,7 @@ def test_the_mean_age_is_that_part_of_the_run(age):
     ema, before, end = ema_init(np.float64(0.0)), 0, 20_000
     for now in range(1, end + 1):
         if (weight := ema_weight(age, before, now)) is not None:
-            ema, before = ema_step(ema, np.float64(now), weight), now
+            ema, before = step(ema, np.float64(now), weight), now
     assert (end - ema) / end == pytest.approx(age, rel=0.05)
 
 
@@ -52,7 +54,7 @@ def test_low_precision_is_averaged_in_float32_and_what_is_no_float_is_the_newest
     assert [x.dtype for x in jax.tree.leaves(ema)] == [jnp.complex64, jnp.float32]
     newest = tree | {"low": tree["low"] * 2, "complex": tree["complex"] * 1j, "count": jnp.int32(4)}
     for _ in range(3):
-        ema = jax.jit(ema_step)(ema, newest, 2**-9)  # of which bfloat16 would lose each step
+        ema = step(ema, newest, 2**-9)  # of which bfloat16 would lose each step
     found = ema_values(ema, newest)
     assert float(ema["low"][0]) == pytest.approx(1 + 3 * 2**-9, rel=1e-4)
     np.testing.assert_allclose(ema["complex"], (1 - 2**-9) ** 3 * (1 - 1j) + 1j, rtol=1e-5)

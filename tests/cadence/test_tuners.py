@@ -45,6 +45,14 @@ def run(ms, sync_ms, travel_ms, rounds=30, poison=None, che=None, jitter=0.0):
     return che, seen
 
 
+def added_ms(cost, lengths):
+    """What a merge adds to rounds of these lengths."""
+    added = np.maximum(0, cost.ms - cost.overlap * lengths)
+    added += np.maximum(0, cost.exchange_ms - (1 - cost.overlap) * lengths)
+    assert added[::5_000] == pytest.approx([cost.added_ms(length) for length in lengths[::5_000]])
+    return added
+
+
 def shared_ms(che, rows, joined):
     """The length of a round of a great many steps that share batches."""
     return 1e-6 * shared_steps(che, rows, joined, 1e-6, math.inf)
@@ -163,8 +171,7 @@ def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the
         (900.0, MergeCost(1500.0, 0.25, 1000.0)),
         (100.0, MergeCost(20.0, 0.25, 900.0)),
     ):
-        added = np.array([cost.added_ms(length) for length in lengths])
-        time = (lengths + added) * (1 + lengths / tau) / lengths
+        time = (lengths + added_ms(cost, lengths)) * (1 + lengths / tau) / lengths
         assert best_round_ms(cost, tau) == pytest.approx(lengths[time.argmin()], rel=1e-3)
     # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
     speeds = np.array([50.0, 20.0])
@@ -209,11 +216,11 @@ def test_a_merge_adds_what_is_not_hidden():
 def test_steps_that_share_batches_take_rounds_of_most_progress(sync_ms, tau, replicas):
     best = best_shared_ms(MergeCost(sync_ms), tau, replicas)
     lengths = best * np.geomspace(0.001, 5.0, 60_001)
-    progress = [T / (T + sync_ms) * shared_worth(T, tau, replicas) for T in lengths]
+    progress = lengths / (lengths + sync_ms) * shared_worth(lengths, tau, replicas)
     assert best == pytest.approx(lengths[np.argmax(progress)], rel=1e-3)
     for cost in (MergeCost(sync_ms, 0.4), MergeCost(sync_ms, 0.4, 0.2 * sync_ms), MergeCost(sync_ms, 0.4, sync_ms)):
         lengths = best_shared_ms(cost, tau, replicas) * np.geomspace(0.01, 5.0, 60_001)
-        progress = [T / (T + cost.added_ms(T)) * shared_worth(T, tau, replicas) for T in lengths]
+        progress = lengths / (lengths + added_ms(cost, lengths)) * shared_worth(lengths, tau, replicas)
         assert best_shared_ms(cost, tau, replicas) == pytest.approx(lengths[np.argmax(progress)], rel=1e-3)
 
 
