@@ -33,7 +33,7 @@ def test_pooling_equals_the_joined_sample(sizes, centre, seed):
 
 @settings(max_examples=100)
 @given(
-    st.integers(2, 8),
+    st.sampled_from([2, 3, 8]),
     st.floats(-1e4, 1e4, width=32, allow_subnormal=False),
     st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 1e3]),
     st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 1e3]),
