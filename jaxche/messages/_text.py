@@ -22,7 +22,8 @@ def brief(value: Any, most: int = 80) -> str:
     """The value as text on one line of at most ``most`` characters, for messages; of an array dtype and shape."""
     is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     # The classes of arrays and of numbers, such as np.float32, have these attributes too.
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not (is_number or isinstance(value, type)):
+    has_shape = not issubclass(type(value), type) and hasattr(value, "shape") and hasattr(value, "dtype")
+    if has_shape and not is_number:
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     if type(value) in (list, tuple):
         left, right = "[]" if isinstance(value, list) else "()"
