@@ -330,11 +330,11 @@ class Replica:
             return 0.0
         return self._pace_ms * batch_size(batch) / self.batch_rows
 
-    def memory(self, local: LocalState, takes: Sequence[str]) -> tuple[RoundMemory, int]:
-        """Bytes that a round needs on a device, for the largest compiled batch, and the rows of that."""
+    def memory(self, local: LocalState, takes: Sequence[str]) -> RoundMemory:
+        """Bytes that a round needs on a device, for the largest compiled batch."""
         compiled = self._executables.values()
-        found = ((round_memory(local, steps.measuring, _IN_FLIGHT, takes), rows) for steps, rows in compiled)
-        return max(found, key=lambda one: one[0].fixed + one[0].of_rows)
+        found = (round_memory(local, steps.measuring, rows, _IN_FLIGHT, takes) for steps, rows in compiled)
+        return max(found, key=lambda one: one.fixed + one.of_rows)
 
     def idle(
         self, local: LocalState, takes: Sequence[str] = (), pauses: Sequence[Pause] = (), unsent: Any = None

@@ -19,12 +19,13 @@ _MEMORY_SHARE = 0.8
 class RoundMemory(NamedTuple):
     """Peak bytes on a device in the local steps of a round, without the merge."""
 
+    rows: int  # of a step
     fixed: int
-    of_rows: int  # in proportion to the rows of a step
+    of_rows: int  # in proportion to the rows
     by_purpose: dict[str, int]  # all of them, and "in all"
 
 
-def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequence[str]) -> RoundMemory:
+def round_memory(local: LocalState, executable: Any, rows: int, in_flight: int, takes: Sequence[str]) -> RoundMemory:
     """The memory of a round on a copy of the state, but for the trees that it takes, with ``in_flight`` batches."""
     start, carry, batch = executable.args_info[0]
     _, carry_shardings, batch_shardings = executable.input_shardings[0]
@@ -46,11 +47,11 @@ def round_memory(local: LocalState, executable: Any, in_flight: int, takes: Sequ
         "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
     }
     sizes = sum(fixed.values()), sum(of_rows.values())
-    return RoundMemory(*sizes, fixed | of_rows | {"in all": sum(sizes)})
+    return RoundMemory(rows, *sizes, fixed | of_rows | {"in all": sum(sizes)})
 
 
-def row_limit(rows: int, memory: RoundMemory, placement: BatchPlacement) -> float:
-    """The most rows for which devices have memory, from that of steps of ``rows``; infinite if theirs is not known."""
+def row_limit(memory: RoundMemory, placement: BatchPlacement) -> float:
+    """The most rows of a step for which devices have memory; infinite if theirs is not known."""
     here = [device for device in placement.devices.flat if device.process_index == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in here]
-    return max(float(rows), rows * (_MEMORY_SHARE * min(limits) - memory.fixed) / max(memory.of_rows, 1))
+    return max(float(memory.rows), memory.rows * (_MEMORY_SHARE * min(limits) - memory.fixed) / max(memory.of_rows, 1))

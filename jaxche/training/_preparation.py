@@ -317,7 +317,7 @@ class PreparedEngine(Engine):
         """For each local replica its rank, the bytes that a round needs, and its largest step in rows."""
         found = []
         for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
-            memory, rows = replica.memory(local, takes)
-            most = min(row_limit(rows, memory, replica.placement), MOST_ROWS)
+            memory = replica.memory(local, takes)
+            most = min(row_limit(memory, replica.placement), MOST_ROWS)
             found.append((self.order[rank], memory.by_purpose, most))
         return found

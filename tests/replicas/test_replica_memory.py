@@ -52,13 +52,13 @@ def test_an_island_shares_it(problem, devices):
 
 
 def test_larger_steps_get_the_memory_that_the_rest_leaves():
-    memory = RoundMemory(fixed=1000, of_rows=500, by_purpose={})
+    memory = RoundMemory(rows=8, fixed=1000, of_rows=500, by_purpose={})
 
     def device(**found):
         return types.SimpleNamespace(process_index=jax.process_index(), memory_stats=lambda: found)
 
     def limit(*devices):
-        return row_limit(8, memory, types.SimpleNamespace(devices=np.array(devices)))
+        return row_limit(memory, types.SimpleNamespace(devices=np.array(devices)))
 
     # Four fifths of the smaller device, without the fixed part.
     assert limit(device(bytes_limit=10_000), device(bytes_limit=5000)) == 8 * (4000 - 1000) / 500
