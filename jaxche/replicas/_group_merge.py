@@ -138,24 +138,18 @@ def group_pauses(
 
 def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_moments: bool) -> list[Carry]:
     """The carries of a group with the weighted means of parameters, statistics and, if asked, optimizer moments."""
-    names = ["params", "model_state", "opt_state"][: 3 if average_moments else 2]
-    trees = [{name: getattr(carry, name) for name in names} for carry in carries]
-    votes = [tree | {"opt_state": _as_numbers(tree["opt_state"])} for tree in trees] if average_moments else trees
-    merged = merge_trees(votes, steps)
-    if average_moments:
-        merged = [
-            m | {"opt_state": _as_flags(_with_own(m["opt_state"], c.opt_state), c.opt_state)}
-            for m, c in zip(merged, carries, strict=True)
-        ]
-    states = [tree["model_state"] for tree in merged]
-    if moments := _moments(trees[0]["model_state"], states[0]):
-        others = [_moments(_like(tree["model_state"], states[0]), states[0]) for tree in trees[1:]]
+    numbers = [_as_numbers(carry.opt_state) if average_moments else () for carry in carries]
+    trees = [(carry.params, carry.model_state, own) for carry, own in zip(carries, numbers, strict=True)]
+    params, states, means = zip(*merge_trees(trees, steps), strict=True)
+    if moments := _moments(carries[0].model_state, states[0]):
+        others = [_moments(_like(carry.model_state, states[0]), states[0]) for carry in carries[1:]]
         pooled = _pooled(_mean([moments, *others], steps), states[0])
-        merged = [
-            tree | {"model_state": _with_floats(state, _like(_floats(pooled), _floats(state)))}
-            for tree, state in zip(merged, states, strict=True)
-        ]
-    return [carry._replace(**tree) for carry, tree in zip(carries, merged, strict=True)]
+        states = [_with_floats(state, _like(_floats(pooled), _floats(state))) for state in states]
+    merged = [c._replace(params=x, model_state=s) for c, x, s in zip(carries, params, states, strict=True)]
+    if not average_moments:
+        return merged
+    pairs = zip(merged, means, strict=True)
+    return [carry._replace(opt_state=_with_means(carry.opt_state, own)) for carry, own in pairs]
 
 
 def _as_numbers(opt_state: Any) -> Any:
@@ -163,20 +157,13 @@ def _as_numbers(opt_state: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == bool else x, opt_state)
 
 
-def _as_flags(opt_state: Any, like: Any) -> Any:
-    """The inverse of :func:`_as_numbers`: flags that the greater part of the weights has."""
-    return jax.tree.map(lambda x, old: x > 0.5 if old.dtype == bool else x, opt_state, like)
-
-
-def _with_own(opt_state: Any, own: Any) -> Any:
-    """The optimizer state with the replica's own numbers of ``optax.contrib.reduce_on_plateau``."""
-    places = _plateaus(jax.tree.structure(opt_state))
-    if not places:
-        return opt_state
+def _with_means(opt_state: Any, means: Any) -> Any:
+    """The state with the means of :func:`_as_numbers`, but its own ``optax.contrib.reduce_on_plateau``."""
     leaves, treedef = jax.tree.flatten(opt_state)
-    mine = jax.tree.leaves(own)
-    for i in places:
-        leaves[i] = mine[i]
+    plateaus = _plateaus(treedef)
+    for i, mean in enumerate(jax.tree.leaves(means)):
+        if i not in plateaus:
+            leaves[i] = mean > 0.5 if leaves[i].dtype == bool else mean
     return treedef.unflatten(leaves)
 
 
