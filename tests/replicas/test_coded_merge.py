@@ -15,7 +15,6 @@ from jaxche.averaging import WIRES, exchange
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import Residual, _split, fitted, zero_residual
 from jaxche.replicas._placement import DevicePlacement
-from jaxche.replicas._table import HOST_COLUMNS
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import MergeMismatchError, NonFiniteLossError
 from jaxche.training._fingerprint import refuse_differences
@@ -67,14 +66,6 @@ def vector(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-def program_of(trainer, state):
-    merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    local_states = trainer._engine.fitted(state.local_states)
-    carries = [r.idle(local).carry for r, local in zip(replicas, local_states, strict=True)]
-    arguments = merge.arguments(local_states, carries, np.zeros((len(carries), len(HOST_COLUMNS)), np.float32))
-    return merge._program.lower(*arguments).as_text()
-
-
 def test_a_merge_promotes_no_ranks(problem, devices):
     trainer = jaxche.Trainer(
         lambda w, b: jnp.mean((b["x"] @ w) ** 2), optax.sgd(0.1), replicas=devices[:2], wire="int8"
@@ -86,11 +77,13 @@ def test_a_merge_promotes_no_ranks(problem, devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "collectives"), [(2, (0, 1, 1)), (3, (0, 4, 0))])
-def test_codes_take_one_collective_or_three_and_one_more_compares(problem, adam_trainer, count, collectives):
+def test_codes_take_one_collective_or_three_and_one_more_compares(
+    problem, adam_trainer, merge_arguments, count, collectives
+):
     trainer = adam_trainer(count)
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1,) * count)
-    text = program_of(trainer, state)
+    text = trainer._engine._merge._program.lower(*merge_arguments(trainer, state)).as_text()
     names = ("all_reduce", "all_to_all", "all_gather")
     assert tuple(text.count(f"stablehlo.{name}") for name in names) == collectives
 

@@ -10,7 +10,6 @@ from flax import nnx
 import jaxche
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement
-from jaxche.replicas._table import HOST_COLUMNS
 from jaxche.sharding._hlo import collectives
 
 WIDE = 48
@@ -110,7 +109,7 @@ def frozen_bits(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
-def test_adapters_alone_are_trained_and_merged(problem, devices, same, average):
+def test_adapters_alone_are_trained_and_merged(problem, devices, same, merge_arguments, average):
     model = Adapted(nnx.Rngs(0))
     start, optimizer = frozen_bits(model), nnx.Optimizer(model, optax.adam(0.02), wrt=nnx.LoRAParam)
     loss = jaxche.NNXLoss(model, mse, optimizer)
@@ -125,7 +124,9 @@ def test_adapters_alone_are_trained_and_merged(problem, devices, same, average):
     # Adam's moments and the batch statistics travel with the adapters, and the frozen weights do not.
     moments, statistics = (2 if average == "parameters" else 0), 4 * 3 * WIDE
     frozen = sum(x.nbytes for x in start)
-    table = _all_reduced(trainer, state) - (1 + moments) * adapters - statistics
+    compiled = trainer._engine._merge._program.lower(*merge_arguments(trainer, state)).compile()
+    reduced = sum(found.nbytes for found in collectives(compiled.as_text(), 2))
+    table = reduced - (1 + moments) * adapters - statistics
     assert 0 < table < frozen / 4
     assert trainer.memory[0]["frozen arrays"] == frozen
     assert trainer.memory[0]["model state"] < frozen
@@ -133,15 +134,6 @@ def test_adapters_alone_are_trained_and_merged(problem, devices, same, average):
     same(frozen_bits(model), start)
     assert np.asarray(model.inner.lora.lora_b[...]).any()
     assert np.asarray(model.norm.mean[...]).any()
-
-
-def _all_reduced(trainer, state):
-    """The bytes of the all-reduces of the merge."""
-    merge, engine = trainer._engine._merge, trainer._engine
-    carries = [replica.idle(local).carry for replica, local in zip(engine._replicas, state.local_states, strict=True)]
-    arguments = merge.arguments(state.local_states, carries, np.ones((2, len(HOST_COLUMNS))))
-    compiled = merge._program.lower(*arguments).compile()
-    return sum(found.nbytes for found in collectives(compiled.as_text(), 2))
 
 
 def test_a_filter_without_an_optimizer(problem, devices, close):

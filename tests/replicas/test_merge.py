@@ -23,14 +23,11 @@ from jaxche.training._round_end import RoundStatistics
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
-def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
+def test_a_merge_is_one_all_reduce(problem, devices, merge_arguments, average, scaling):
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2], scaling=scaling)
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1, 1))
-    merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
-    arguments = merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
-    text = merge._program.lower(*arguments).as_text()
+    text = trainer._engine._merge._program.lower(*merge_arguments(trainer, state)).as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert "all_gather" not in text
 
@@ -213,7 +210,7 @@ def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_fin
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 @pytest.mark.parametrize("paired", [False, True])
-def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devices, average, paired):
+def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devices, merge_arguments, average, paired):
     def loss(params, batch, model_state):
         return problem.loss(params, batch)[0], ({}, model_state)
 
@@ -221,11 +218,7 @@ def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devic
     trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2], average=average)
     state = trainer.init(problem.params, model_state)
     trainer.round(state, problem.data, counts=(1, 1))
-    merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
-    text = merge._program.lower(
-        *merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
-    ).as_text()
+    text = trainer._engine._merge._program.lower(*merge_arguments(trainer, state)).as_text()
     assert text.count("stablehlo.all_reduce") == 1 + paired
 
 
@@ -246,20 +239,13 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
         RoundStatistics(reduce_rows(table), Columns()).check(planned, Group(), {}, True)
 
 
-def merged_views(trainer, state):
-    """The views of the start in the arguments of the next merge of a trainer."""
-    merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
-    return merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))[0]
-
-
 @pytest.mark.parametrize("backend", ["device", "host"])
 @pytest.mark.parametrize(("average", "kept"), [("parameters", ["params"]), ("gradients", ["params", "opt_state"])])
-def test_the_views_of_a_merge_serve_the_next_one(problem, devices, average, kept, backend):
+def test_the_views_of_a_merge_serve_the_next_one(problem, devices, merge_arguments, average, kept, backend):
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2], backend=backend)
     state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2))
     trees = state.local_states[0].views.trees
-    given = merged_views(trainer, state)
+    given, *_ = merge_arguments(trainer, state)
     for name in kept:
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, (given[name], trees[name])), strict=True))
     for name, tree in given.items():
@@ -269,14 +255,12 @@ def test_the_views_of_a_merge_serve_the_next_one(problem, devices, average, kept
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
-def test_a_merge_that_does_not_keep_the_state_is_made_in_its_place(problem, devices, average):
+def test_a_merge_that_does_not_keep_the_state_is_made_in_its_place(problem, devices, merge_arguments, average):
     """The merged trees take the buffers of the state if gradients are averaged, else those of the carry."""
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2])
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1, 1))
-    merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
-    arguments = merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
+    merge, arguments = trainer._engine._merge, merge_arguments(trainer, state)
     sizes = {
         name: program.lower(*arguments).compile().memory_analysis().alias_size_in_bytes
         for name, program in {"kept": merge._program, "donated": merge._donating}.items()
@@ -286,7 +270,7 @@ def test_a_merge_that_does_not_keep_the_state_is_made_in_its_place(problem, devi
     assert sizes["kept"] == (0 if average == "gradients" else sizes["donated"])
 
 
-def test_other_arrays_than_those_of_a_merge_have_views_of_their_own(problem, devices):
+def test_other_arrays_than_those_of_a_merge_have_views_of_their_own(problem, devices, merge_arguments):
     one, two = (jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]) for _ in range(2))
     state, _ = one.round(one.init(problem.params), problem.data, counts=(1, 2))
     two.round(two.init(problem.params), problem.data, counts=(1, 2))
@@ -298,7 +282,7 @@ def test_other_arrays_than_those_of_a_merge_have_views_of_their_own(problem, dev
         (two, (first, second)),
     ]
     for trainer, rows in others:
-        given = merged_views(trainer, dataclasses.replace(state, local_states=rows))["params"]
+        given = merge_arguments(trainer, dataclasses.replace(state, local_states=rows))[0]["params"]
         assert given["w"] is not first.views.trees["params"]["w"]
         wanted = jax.tree.map(lambda *row: np.concatenate(jax.device_get(row)), *(row.params for row in rows))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(given), wanted)

@@ -214,13 +214,10 @@ def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
 
 @pytest.mark.usefixtures("all_cut")
 @pytest.mark.parametrize("strategy", [FullShard(), NoShard()], ids=str)
-def test_the_merge_sends_pieces_between_islands_only(devices, train, strategy):
+def test_the_merge_sends_pieces_between_islands_only(devices, train, merge_arguments, strategy):
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy, opt_state="local")
-    engine = trainer._engine
-    carries = [r.idle(local).carry for r, local in zip(engine._replicas, state.local_states, strict=True)]
-    arguments = engine._merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
-    text = engine._merge._program.lower(*arguments).compile().as_text()
+    text = trainer._engine._merge._program.lower(*merge_arguments(trainer, state)).compile().as_text()
     found = collectives(text, 8)
     within, across = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
     assert {one.groups for one in found} == {within, across}
