@@ -286,8 +286,9 @@ class MergeProgram:
         if self._wire != "float32":
             return self._coded_sums(delta, start["residual"], moments, payload)
         total = self._sum(payload | weighted({"delta": delta, "opt_state": moments}, payload["weight"]))
-        mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
-        return Means(mean, None, {i: s / total["weight"] for i, s in total["opt_state"].items()}, total)
+        summed = total["delta"], total["opt_state"]
+        mean, moments = jax.tree.map(lambda s: s / total["weight"].astype(s.dtype), summed)
+        return Means(mean, None, moments, total)
 
     def _next_params(self, params: Any, progress: Any, outer_state: Any) -> tuple[Any, Any]:
         """The parameters after the merged progress, by the outer optimizer if there is one, and its state."""

@@ -38,7 +38,9 @@ def stayed_finite(before: Any, after: Any) -> Any:
 
     def compared() -> Any:
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-        flags = [(jnp.isfinite(new) | ~jnp.isfinite(old)).all() for old, new in pairs if is_float(new)]
+        # Where a mark stands for an array it has fewer axes.
+        finite = [(jnp.broadcast_to(jnp.isfinite(old), new.shape), new) for old, new in pairs if is_float(new)]
+        flags = [(jnp.isfinite(new) | ~known).all() for known, new in finite]
         return jnp.all(jnp.stack([jnp.bool_(True), *flags]))
 
     return lax.cond(all_finite(after), lambda: jnp.bool_(True), compared)

@@ -32,6 +32,15 @@ def test_a_merge_is_one_all_reduce(problem, devices, merge_arguments, average, s
     assert "all_gather" not in text
 
 
+def test_a_merge_of_gradients_promotes_no_ranks_where_arrays_are_large(devices):
+    with jax.numpy_rank_promotion("raise"):
+        trainer = jaxche.Trainer(
+            lambda w, batch: jnp.mean((batch @ w) ** 2), optax.sgd(0.1), "sync", replicas=devices[:2]
+        )
+        state, _ = trainer.round(trainer.init(jnp.ones((4, 1 << 13))), [np.eye(4, dtype=np.float32)] * 2)
+    assert np.isfinite(trainer.params(state)).all()
+
+
 def test_the_step_of_fednova_is_that_of_its_weights():
     with jax.numpy_dtype_promotion("strict"):
         assert float(_fednova_step(jnp.array([1.0, 3.0, 0.0]))) == jaxche.merge_weights("fednova", [1, 3, 0])[1]
@@ -286,3 +295,16 @@ def test_other_arrays_than_those_of_a_merge_have_views_of_their_own(problem, dev
         assert given["w"] is not first.views.trees["params"]["w"]
         wanted = jax.tree.map(lambda *row: np.concatenate(jax.device_get(row)), *(row.params for row in rows))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(given), wanted)
+
+
+def test_moments_of_other_dtypes_are_averaged_where_promotion_is_forbidden(devices, train_rounds):
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(params["z"] - batch.astype(jnp.complex64)) ** 2)
+
+    data = [np.full((1, 3), i, np.float32) for i in range(4)]
+    with jax.numpy_dtype_promotion("strict"):
+        params, tx = {"z": jnp.zeros(3, jnp.complex64)}, optax.sgd(0.1, momentum=0.9)
+        _, state, _ = train_rounds(loss, params, data, devices[:2], [(2, 2)], tx=tx)
+    (trace,) = jax.tree.leaves(state.opt_state)
+    assert trace.dtype == jnp.complex64
+    np.testing.assert_array_equal(trace[0], trace[1])
