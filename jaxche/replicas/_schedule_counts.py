@@ -24,6 +24,7 @@ _SCHEDULES = {
     "InjectStatefulHyperparamsState": ("count",),
     "MultiStepsState": ("gradient_step",),
     "ScaleByAdemamixState": ("count_m2",),
+    "MomoState": ("count",),
     "ScaleByScheduleState": ("count",),
     "ScheduleFreeState": ("step_count",),
     "WeightDecaySchedule": ("count",),
@@ -31,7 +32,11 @@ _SCHEDULES = {
 }
 
 # What accumulates gradients, by the class of the state: each replica has gathered its own number of them.
-_ACCUMULATORS = {"ApplyEvery": ("count", "grad_acc"), "MultiStepsState": ("mini_step", "acc_grads")}
+_ACCUMULATORS = {
+    "AccumulateAvgUpdatesState": ("micro_step", "avg_grad"),
+    "ApplyEvery": ("count", "grad_acc"),
+    "MultiStepsState": ("mini_step", "acc_grads"),
+}
 
 # What an optimizer compares over many steps. It belongs together: the mean of two windows of losses, one of which has
 # just ended, is neither, and that of a best loss and none yet is infinite.

@@ -53,6 +53,7 @@ OPTIMIZERS = {
     "adamw": optax.adamw(rate),
     "decay": optax.chain(optax.add_decayed_weights(rate), optax.sgd(rate)),
     "schedule_free": optax.contrib.schedule_free(optax.sgd(rate), rate),
+    "momo": optax.contrib.momo(rate),
 }
 SETTINGS = {
     "cadence": {},
@@ -388,6 +389,7 @@ def test_counts_by_hand():
 ACCUMULATE = {
     "MultiSteps": every(5, optax.sgd(5.0)),  # applies the mean of five gradients
     "apply_every": optax.chain(optax.apply_every(5), optax.sgd(1.0)),  # and their sum
+    "microbatches": optax.chain(optax.experimental.aggregating.accumulate_avg_updates(5), optax.sgd(5.0)),
 }
 
 
