@@ -65,7 +65,7 @@ from jaxche.replicas._schedule_counts import are_plateaus as are_plateaus
 from jaxche.replicas._schedule_counts import are_schedules as are_schedules
 from jaxche.replicas._schedule_counts import are_subspaces as are_subspaces
 from jaxche.replicas._schedule_counts import counts_of as counts_of
-from jaxche.replicas._schedule_counts import is_random_key as is_random_key
+from jaxche.replicas._schedule_counts import is_merged as is_merged
 from jaxche.replicas._schedule_counts import update_in_round as update_in_round
 from jaxche.replicas._state_params import stepped_params as stepped_params
 from jaxche.replicas._table import BROKEN as BROKEN

@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxche.averaging import is_float
+
 # The counts of schedules, by the class of the state. A user's transformation with such a count keeps it in an
 # optax.ScaleByScheduleState.
 _SCHEDULES = {
     "AddNoiseState": ("count",),
     "InjectHyperparamsState": ("count",),
     "InjectStatefulHyperparamsState": ("count",),
+    "MomoState": ("count",),
     "MultiStepsState": ("gradient_step",),
     "ScaleByAdemamixState": ("count_m2",),
-    "MomoState": ("count",),
     "ScaleByScheduleState": ("count",),
     "ScheduleFreeState": ("step_count",),
     "WeightDecaySchedule": ("count",),
@@ -163,10 +165,9 @@ def is_count(leaf: Any) -> bool:
     return getattr(leaf, "size", 0) == 1 and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.signedinteger)
 
 
-def is_random_key(leaf: Any) -> bool:
-    """Whether an array in an optimizer's state is a random key, typed or as unsigned integers."""
-    dtype = getattr(leaf, "dtype", object)
-    return any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.unsignedinteger))
+def is_merged(leaf: Any) -> bool:
+    """Whether a merge of optimizer states takes the mean of an array, or its vote; others stay with their replica."""
+    return is_float(leaf) or is_count(leaf) or leaf.dtype == bool
 
 
 def are_keys(opt_state: Any) -> list[bool]:

@@ -54,7 +54,7 @@ from jaxche.replicas import (
     free_rates,
     group_pauses,
     is_local,
-    is_random_key,
+    is_merged,
     spans_processes,
     stepped_params,
     unsent_of,
@@ -241,8 +241,8 @@ class Engine:
             # A reset leaves the rate of a plateau to its replica, and an injected one, which is that of its last step.
             rates = *are_plateaus(local.opt_state), *are_hyperparams(local.opt_state)
             differ = differ or (opt_state == "reset" and any(rates))
-            # Random keys are not averaged, and the key of a replica that takes more steps is split more often.
-            differ = differ or any(map(is_random_key, jax.tree.leaves(local.opt_state)))
+            # The key of a replica that takes more steps is split more often, and numbers of its steps have no mean.
+            differ = differ or not all(map(is_merged, jax.tree.leaves(local.opt_state)))
             is_empty = not jax.tree.leaves(local.opt_state)  # as of plain SGD
             self._opt_states_differ = differ and not is_empty and self.average != "gradients"
         return self._opt_states_differ

@@ -207,6 +207,17 @@ def alternate(monkeypatch):
     monkeypatch.setattr(plan_module, "choose", choose)
 
 
+def count_of_each(updates, counts, params=None):
+    """The update of a transformation that divides each number of a gradient by how often it was not zero."""
+    counts = jax.tree.map(lambda x, n: n + (x != 0), updates, counts)
+    return jax.tree.map(lambda x, n: x / jnp.maximum(n, 1), updates, counts), counts
+
+
+COUNTS = optax.GradientTransformation(
+    lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int32), params), count_of_each
+)
+
+
 @pytest.mark.parametrize(
     ("tx", "options"),
     [
@@ -214,8 +225,9 @@ def alternate(monkeypatch):
         (optax.MultiSteps(optax.adam(0.05), 4), {"opt_state": "reset"}),
         (optax.adam(0.05), {"opt_state": "local"}),
         (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(0.05)), {}),
+        (optax.chain(COUNTS, optax.sgd(0.05)), {}),
     ],
-    ids=["accumulates", "accumulates, reset moments", "local moments", "random keys"],
+    ids=["accumulates", "accumulates, reset moments", "local moments", "random keys", "arrays of counts"],
 )
 def test_exact_sync_after_local_steps_has_one_optimizer_state(problem, devices, monkeypatch, same, tx, options):
     alternate(monkeypatch)
