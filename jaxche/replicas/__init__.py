@@ -51,7 +51,6 @@ from jaxche.replicas._replica_mesh import ReplicaMesh as ReplicaMesh
 from jaxche.replicas._results import EarlyResult as EarlyResult
 from jaxche.replicas._results import LocalResult as LocalResult
 from jaxche.replicas._results import Unsent as Unsent
-from jaxche.replicas._results import exchange_early as exchange_early
 from jaxche.replicas._results import unsent_of as unsent_of
 from jaxche.replicas._results import without_sums as without_sums
 from jaxche.replicas._round_memory import row_limit as row_limit

@@ -33,7 +33,7 @@ from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
-from jaxche.replicas._results import split_sums
+from jaxche.replicas._results import EarlyResult, LocalResult, split_sums
 from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 
@@ -171,13 +171,29 @@ class OverlappedMerge:
         self.wait()
         return self._exchange(starts, carries, rows)
 
-    def exchange_early(self, measured: Callable[[], tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]]) -> None:
-        """Begin to exchange the table with ``measured()``, on the thread, or without one in :meth:`exchanged_early`."""
+    def exchange_early(
+        self,
+        starts: Callable[[], Sequence[LocalState]],
+        early: Sequence[EarlyResult],
+        running: Sequence[Future[LocalResult]],
+        rows: Callable[[Sequence[LocalResult]], np.ndarray],
+    ) -> None:
+        """Begin to exchange the table, once all ``running`` replicas of this process have sent results.
+
+        On the thread, or without one in :meth:`exchanged_early`.
+        """
+        for one, future in zip(early, running, strict=True):
+            future.add_done_callback(one.ends)
+
+        def exchange() -> Exchanged:
+            results = [one.result() for one in early]
+            return self._exchange(starts(), [result.carry for result in results], rows(results))
+
         if self._pool is None:
-            self._early = lambda: self._exchange(*measured())
+            self._early = exchange
         else:
-            self._last = early = self._pool.submit(lambda: self._exchange(*measured()))
-            self._early = early.result
+            self._last = future = self._pool.submit(exchange)
+            self._early = future.result
 
     def exchanged_early(self) -> Exchanged:
         """Wait for the exchange that :meth:`exchange_early` began."""

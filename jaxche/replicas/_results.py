@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxche.data import Feed, Key
 from jaxche.replicas._outputs import BatchOutputs
-from jaxche.replicas._programs import Carry, LocalState
+from jaxche.replicas._programs import Carry
 from jaxche.replicas._schedule_counts import counts_of
 from jaxche.replicas._table import BROKEN, FAILED, Columns
 from jaxche.sharding import batch_size
@@ -127,24 +127,6 @@ def _split(sums: Any, counts: Sequence[Any], left: Any) -> tuple[Any, Sequence[A
     return sums, counts, jnp.zeros_like(sums[:, :1]), jnp.zeros_like(sums)
 
 
-def exchange_early(
-    exchange: Callable[[Callable[[], tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]]], None],
-    starts: Callable[[], Sequence[LocalState]],
-    early: Sequence[EarlyResult],
-    running: Sequence[Future[LocalResult]],
-    rows: Callable[[Sequence[LocalResult]], np.ndarray],
-) -> None:
-    """Begin to ``exchange`` the table of a round, once all ``running`` replicas of this process have sent results."""
-    for one, future in zip(early, running, strict=True):
-        future.add_done_callback(one.ends)
-
-    def measured() -> tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]:
-        results = [one.result() for one in early]
-        return starts(), [result.carry for result in results], rows(results)
-
-    exchange(measured)
-
-
 def with_sums(carry: Carry, sums: Any) -> Carry:
     """The carry at the begin of a round with the sums that were not sent, if there are any."""
     return carry if sums is None else carry._replace(sums=jnp.copy(sums))  # the steps take it
@@ -166,23 +148,20 @@ def unsent_of(
 
     A replica whose last steps have failed merges as if it had taken no steps; the next round fails by it.
     """
-    kept, sums, errors, broken = [], [], [], []
+    found = []
     for index, (one, result) in enumerate(zip(early, results, strict=True)):
-        error = result.error if one.is_sent else None
-        is_broken = one.is_sent and error is None and not _is_finite(result.carry)
-        last, whole = result.carry.sums, result
+        last = result.carry.sums
         if not one.is_sent:
-            last = jnp.zeros_like(last)
-        elif error is None and not is_broken:
-            whole = result._replace(carry=result.carry._replace(sums=one.sums + last))
+            found.append((result, jnp.zeros_like(last), None, False))
+        elif result.error is not None:
+            found.append((without_steps(index), jnp.zeros_like(last), result.error, False))
+        elif not _is_finite(result.carry):
+            found.append((without_steps(index), last, None, True))
         else:
-            whole = without_steps(index)
-            last = jnp.zeros_like(last) if error else last
-        kept.append(whole)
-        sums.append(last)
-        errors.append(error)
-        broken.append(is_broken)
-    return kept, Unsent(tuple(sums), tuple(errors), tuple(broken), batches, columns)
+            whole = result._replace(carry=result.carry._replace(sums=one.sums + last))
+            found.append((whole, last, None, False))
+    kept, sums, errors, broken = zip(*found, strict=True)
+    return list(kept), Unsent(sums, errors, broken, batches, columns)
 
 
 def _is_finite(carry: Carry) -> bool:

@@ -49,7 +49,6 @@ from jaxche.replicas import (
     are_hyperparams,
     are_plateaus,
     drop_replica_axis,
-    exchange_early,
     fitted,
     free_rates,
     group_pauses,
@@ -489,7 +488,7 @@ class Engine:
             for index, feed in enumerate(feeds):
                 running.append(self._pool.submit(run_one, index, feed))
             if early:
-                exchange_early(self._merge.exchange_early, lambda: planned.starts, early, running, rows)
+                self._merge.exchange_early(lambda: planned.starts, early, running, rows)
             meanwhile()
             results = [one.result() for one in running]
         except BaseException:
