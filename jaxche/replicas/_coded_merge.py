@@ -28,7 +28,7 @@ from jaxche.averaging import (
     zero_sums,
 )
 from jaxche.replicas._placement import Placement
-from jaxche.replicas._replica_mesh import AXIS
+from jaxche.replicas._replica_mesh import AXIS, own_row
 from jaxche.replicas._schedule_counts import are_accumulators
 from jaxche.replicas._state_params import are_params
 
@@ -132,7 +132,7 @@ def coded_sums(
         rest |= dict(zip(floats, split_like(sums, list(floats.values())), strict=True))
         total, part = jax.tree.unflatten(structure, [rest[i] for i in range(len(leaves))]), None
     else:
-        exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
+        exact["weights"] = own_row(weight)
         total = psum_buckets(exact, AXIS, exchanges=True)
         found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
     weights = total["payload"]["weight"]

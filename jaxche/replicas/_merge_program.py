@@ -26,7 +26,7 @@ from jaxche.replicas._coded_merge import Means, Residual, agreement, are_coded, 
 from jaxche.replicas._packing import Packing, packings
 from jaxche.replicas._placement import add_replica_axis, drop_replica_axis, without_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
-from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
+from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh, own_row
 from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import (
     advance_by_batches,
@@ -110,11 +110,9 @@ class MergeProgram:
         local: LocalState,
         packings: Mapping[str, Packing],
     ):
-        self._packings = packings
-        self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
-        self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
-        self._wire, self._merge = rules.wire, self._parameters if rules.average == "parameters" else self._gradients
-        self._tx: Any = with_extra_args(rules.tx)
+        self._replica_mesh, self._rules, self._packings = replica_mesh, rules, packings
+        self._scaling, self._tx = rules.scaling, with_extra_args(rules.tx)
+        self._merge = self._parameters if rules.average == "parameters" else self._gradients
         self._schedules, self._several = are_schedules(local.opt_state), are_after_several(local.opt_state)
         self._accumulates = are_accumulators(local.opt_state)
         codes = rules.wire != "float32" and rules.opt_state == "average"
@@ -146,23 +144,11 @@ class MergeProgram:
 
     def _coded_sums(self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]) -> Means:
         """The sums with coded changes, on each device over its own shards."""
-        sums = functools.partial(coded_sums, wire=self._wire, coded_moments=self._coded_moments)
+        sums = functools.partial(coded_sums, wire=self._rules.wire, coded_moments=self._coded_moments)
         if not self._replica_mesh.inner:
             return sums(delta, residual, moments, payload)
         specs = (self._specs["delta"], Residual(self._specs["delta"]), {i: self._opt_specs[i] for i in moments}, P())
         return self._on_shards(sums, specs, Means(*specs))(delta, residual, moments, payload)
-
-    def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
-        """The rows of this replica in a table of zeros; the sum over replicas is the whole table."""
-        columns = jnp.concatenate([not_finite, sums])
-        rows = jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.size))], axis=1)
-        table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
-        return table.at[lax.axis_index(AXIS)].set(rows)
-
-    def _own_row(self, row: Any) -> Any:
-        """These numbers of this replica as its row in a table of zeros."""
-        table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], row.size), jnp.float32)
-        return table.at[lax.axis_index(AXIS)].set(row)
 
     def _take_plateaus(self, merged: dict[str, Any], row: Any) -> None:
         """Put the numbers of the replica with most steps, which are this row, in place of the means."""
@@ -209,7 +195,7 @@ class MergeProgram:
             "squares": weighted(_square_norm(delta), jnp.stack([weight, batches])),
             "statistics": statistics,
             "examples": examples,
-            "table": self._table(host, measured["not_finite"], sums),
+            "table": _table(host, measured["not_finite"], sums),
         }
         new_counts: list[Any] = []
         if "counts" in start:  # if the merge needs those of the optimizer
@@ -219,22 +205,22 @@ class MergeProgram:
             payload |= self._own_counts(steps)
         if self._plateaus:
             leaves = jax.tree.leaves(end["opt_state"])
-            payload["plateaus"] = self._own_row(jnp.stack([leaves[i].astype(jnp.float32) for i in self._plateaus]))
+            payload["plateaus"] = own_row(jnp.stack([leaves[i].astype(jnp.float32) for i in self._plateaus]))
         if self._scaling is not None:
             payload |= self._noise_payload(start, measured, weight, examples)
         mean, residual, moments, total = self._means(start, end, delta, payload)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, _COUNT]
-        alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
+        alpha = _fednova_step(counts) if self._rules.merge == "fednova" else jnp.float32(1)
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
         params, outer_state = self._next_params(x0, progress, start["outer_state"])
         model_state = finish(total["statistics"], jnp.maximum(total["examples"], 1))
         merged = {"params": params, "outer_state": outer_state, "model_state": model_state}
         if residual is not None:
             merged["residual"] = residual
-        if self._opt_mode == "average":
+        if self._rules.opt_state == "average":
             merged["opt_state"] = _with_leaves(end["opt_state"], moments)
-        elif self._opt_mode == "reset":
+        elif self._rules.opt_state == "reset":
             merged["opt_state"] = fresh = self._tx.init(params)
             new_counts = counts_of(fresh)
         if "counts" in start:
@@ -244,7 +230,7 @@ class MergeProgram:
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
         by_batches = total["squares"][1] / _trained(counts, total["table"][:, 0, _BATCHES]).sum()
         finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
-        if self._wire != "float32":  # each replica has decoded for itself
+        if self._rules.wire != "float32":  # each replica has decoded for itself
             finite, agreed = agreement(params, finite, AXIS)
         report, scaled = Report(*measure_drift(*squares), *squares, by_batches, finite, agreed=agreed), None
         if self._scaling is not None:
@@ -262,7 +248,7 @@ class MergeProgram:
             "steps": batches,
             "batch": self._some_weight(sums) / jnp.maximum(count, 1.0),
             "fednova": (count > 0).astype(jnp.float32),
-        }[self._rule]
+        }[self._rules.merge]
 
     def _noise_payload(self, start: Any, measured: Any, weight: Any, examples: Any) -> dict[str, Any]:
         """The sums of which the noise scale and the mean gain are made."""
@@ -276,14 +262,14 @@ class MergeProgram:
     def _means(self, start: Any, end: Any, delta: Any, payload: dict[str, Any]) -> Means:
         """The weighted means of the changes and of the moments, as numbers or as codes, and the sums of the payload."""
         moments = {}
-        if self._opt_mode == "average":
+        if self._rules.opt_state == "average":
             leaves = jax.tree.leaves(end["opt_state"])
             # The flags of a replica without steps become those of the others, as its moments do: each has a vote.
             leaves = [x.astype(jnp.float32) if x.dtype == bool else x for x in leaves]
             moments = {
                 i: x for i, x in enumerate(leaves) if is_float(x) and not (self._accumulates[i] or i in self._plateaus)
             }
-        if self._wire != "float32":
+        if self._rules.wire != "float32":
             return self._coded_sums(delta, start["residual"], moments, payload)
         total = self._sum(payload | weighted({"delta": delta, "opt_state": moments}, payload["weight"]))
         summed = total["delta"], total["opt_state"]
@@ -292,14 +278,14 @@ class MergeProgram:
 
     def _next_params(self, params: Any, progress: Any, outer_state: Any) -> tuple[Any, Any]:
         """The parameters after the merged progress, by the outer optimizer if there is one, and its state."""
-        if self._outer is not None:
-            return outer_step(self._outer, params, progress, outer_state)
+        if self._rules.outer is not None:
+            return outer_step(self._rules.outer, params, progress, outer_state)
         return jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), params, progress), outer_state
 
     def _some_weight(self, sums: Any) -> Any:
         """The weight of the loss in these sums, above 0 where there are examples, also if all of them are padding."""
-        weight = sums[self._loss_weight]
-        return weight if self._loss_weight == 0 else jnp.where(sums[0] > 0, jnp.maximum(weight, TINY_WEIGHT), 0)
+        weight = sums[self._rules.loss_weight]
+        return weight if self._rules.loss_weight == 0 else jnp.where(sums[0] > 0, jnp.maximum(weight, TINY_WEIGHT), 0)
 
     def _merged_counts(self, old_counts: Any, new_counts: Any, total: Any) -> list[Any]:
         """The optimizer's counts after a merge: schedules add the steps of all replicas, moments the weighted mean."""
@@ -316,7 +302,7 @@ class MergeProgram:
                     own = total["own_counts"][one, i] * batches / steps[one]
                     added = jnp.where(batches < steps.sum(), own, added)
                 count = old + jnp.round(added).astype(old.dtype)
-            elif self._opt_mode == "average" and not self._keeps_count[i]:
+            elif self._rules.opt_state == "average" and not self._keeps_count[i]:
                 mean = total["counts"][1, i] / total["weight"]
                 count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
@@ -324,7 +310,7 @@ class MergeProgram:
 
     def _own_counts(self, steps: Any) -> dict[str, Any]:
         """The steps that this replica has added to each count, where some of these count updates of several batches."""
-        return {"own_counts": self._own_row(steps)} if any(self._several) else {}
+        return {"own_counts": own_row(steps)} if any(self._several) else {}
 
     def _stayed_finite(self, start: dict[str, Any], merged: dict[str, Any]) -> Any:
         """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
@@ -338,7 +324,7 @@ class MergeProgram:
     def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
         """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
         start, measured = drop_replica_axis((start, measured))
-        payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
+        payload: dict[str, Any] = {"table": _table(host, measured["not_finite"], measured["sums"])}
         if "counts" not in start:
             return {}, psum_buckets(payload, AXIS, exchanges=True)["table"]
         old, new = start["counts"], measured["counts"]
@@ -357,7 +343,7 @@ class MergeProgram:
             "grads": end["grads"],
             "sums": sums,
             "statistics": statistics,
-            "table": self._table(host, non_finite_flag(all_finite(end["grads"]))[0], sums),
+            "table": _table(host, non_finite_flag(all_finite(end["grads"]))[0], sums),
         }
         if self._scaling is not None:
             payload["noise"] = self._scaling.payload(measured["tracked"], None, None, None, sums[0])
@@ -391,6 +377,12 @@ class MergeProgram:
             merged |= {"noise": noise, "progress": progress}
             scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
+
+
+def _table(host: Any, not_finite: Any, sums: Any) -> Any:
+    """The rows of a replica, one for each of its devices, in a table of zeros."""
+    columns = jnp.concatenate([not_finite, sums])
+    return own_row(jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.size))], axis=1))
 
 
 def _trained(number: Any, batches: Any) -> Any:

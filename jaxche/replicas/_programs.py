@@ -114,13 +114,11 @@ class LocalState(_Trees):
 
     def packed(self, packings: Mapping[str, Packing]) -> dict[str, Packed]:
         """The trees that have a packing, packed."""
-        given = dict(zip(self._fields, self, strict=True))
-        return {
-            name: packed
-            if isinstance(tree := given[name], Deferred) and (packed := tree.packed_by(packing)) is not None
-            else packing.pack(getattr(self, name))
-            for name, packing in packings.items()
-        }
+        given, found = dict(zip(self._fields, self, strict=True)), {}
+        for name, packing in packings.items():
+            known = given[name].packed_by(packing) if isinstance(given[name], Deferred) else None
+            found[name] = packing.pack(getattr(self, name)) if known is None else known
+        return found
 
 
 # A node of its own: in a tuple, a deferred tree would be a leaf.

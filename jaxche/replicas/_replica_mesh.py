@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -216,6 +217,12 @@ class ReplicaMesh:
 
         # Several times faster than device_put for each device.
         return jax.make_array_from_callback(shape, sharding, row)
+
+
+def own_row(numbers: Any) -> Any:
+    """These numbers of a replica as its row in a table of zeros; the sum over replicas is the whole table."""
+    table = jnp.zeros((lax.axis_size(AXIS), *numbers.shape), jnp.float32)
+    return table.at[lax.axis_index(AXIS)].set(numbers)
 
 
 def _shards(leaf: Any, devices: Sequence[Any]) -> list[Any]:
