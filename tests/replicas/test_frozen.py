@@ -47,8 +47,18 @@ def test_arrays_of_a_partial_are_inputs_of_the_steps(problem, devices, head, bac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [{"average": "gradients"}, {"policy": "sync"}, {"scaling": jaxche.AdaScale()}, {}])
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(
+    ("setting", "width"),
+    [
+        ({"average": "gradients"}, 1),
+        ({"average": "gradients"}, 2),
+        ({"policy": "sync"}, 2),
+        ({"scaling": jaxche.AdaScale()}, 1),
+        ({"scaling": jaxche.AdaScale()}, 2),
+        ({}, 2),
+    ],
+    ids=str,
+)
 def test_they_are_on_every_replica_of_every_kind(problem, devices, head, backbone, close, setting, width):
     strategy = jaxche.FullShard(min_size=1)
     replicas = devices[:2] if width == 1 else [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]

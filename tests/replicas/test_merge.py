@@ -139,11 +139,13 @@ def test_integers_and_keys_in_model_state_stay_each_replicas_own(devices):
 
 
 @pytest.mark.parametrize("wire", ["float32", "int4"])
-def test_flags_of_the_optimizer_are_those_of_most_steps(problem, devices, train_rounds, wire):
+def test_flags_of_the_optimizer_are_those_of_most_steps(problem, devices, wire):
     """Whether the first update is still to come, where moments come from other replicas too."""
     tx = optax.MultiSteps(optax.contrib.dog(init_step=("learning_rate", 0.01)), 2)
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:2], wire=wire)
+    start = trainer.init(problem.params)
     for counts, flag in (((0, 2), False), ((1, 3), False), ((1, 1), True)):
-        _, state, _ = train_rounds(problem.loss, problem.params, problem.data, devices[:2], [counts], tx, wire=wire)
+        state, _ = trainer.round(start, problem.data, counts=counts)
         assert state.opt_state.inner_opt_state[1].is_init_step.tolist() == [flag, flag], counts
 
 

@@ -120,6 +120,13 @@ def test_a_deferred_tree_of_a_local_state_is_made_once_and_is_no_leaf(same):
     same(local.params, tree)
 
 
+@pytest.fixture
+def packs_few(monkeypatch):
+    """Trees of as few arrays as :func:`initial` has are packed."""
+    monkeypatch.setattr(_packing, "_FEWEST", 4)
+
+
+@pytest.mark.usefixtures("packs_few")
 @pytest.mark.parametrize("arguments", [{}, {"policy": "sync"}], ids=["cadence", "sync"])
 def test_arrays_that_no_round_reads_are_not_made(devices, arguments):
     data = [{"x": np.ones((4, 1), "f"), "y": np.ones((4, 1), "f")}] * 8
@@ -134,24 +141,25 @@ def test_arrays_that_no_round_reads_are_not_made(devices, arguments):
     deferred = [tree for local in before.local_states for tree in local if isinstance(tree, Deferred)]
     assert len(deferred) == (2 if arguments else 4)
     assert not any("tree" in vars(one) for one in deferred)
-    assert state.opt_state[0].mu["w00"].shape == (2, 1, 1)
+    assert state.opt_state[0].mu["w0"].shape == (2, 1, 1)
 
 
+@pytest.mark.usefixtures("packs_few")
 def test_a_packed_number_that_is_not_finite_is_found(devices):
     data = [{"x": np.ones((4, 1), "f"), "y": np.ones((4, 1), "f")}] * 4
     trainer = jaxche.Trainer(
-        lambda params, batch: loss(params, batch, {})[0] + jnp.sqrt(params["w03"]).sum(),  # no gradient at 0
+        lambda params, batch: loss(params, batch, {})[0] + jnp.sqrt(params["w3"]).sum(),  # no gradient at 0
         optax.sgd(0.1),
         replicas=devices[:2],
     )
-    state = trainer.init(initial("float32") | {"w03": jnp.zeros(1)})
+    state = trainer.init(initial("float32") | {"w3": jnp.zeros(1)})
     with pytest.raises(jaxche.NonFiniteLossError, match="a gradient, a parameter or a state of rank 0"):
         trainer.round(state, data, counts=(1, 1))
 
 
 def initial(dtype):
     rng = np.random.default_rng(0)
-    return {f"w{i:02}": jnp.asarray(rng.normal(size=(i % 4 + 1, 1)), dtype) for i in range(16)}
+    return {f"w{i}": jnp.asarray(rng.normal(size=(i % 3 + 1, 1)), dtype) for i in range(5)}
 
 
 def loss(params, batch, model_state):
@@ -171,6 +179,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("packs_few")
 @pytest.mark.parametrize("arguments", [{"wire": "int8"}, {"outer": optax.sgd(0.7)}, {"opt_state": "reset"}])
 def test_rules_that_need_whole_arrays_get_them(devices, arguments):
     data = [{"x": np.ones((4, 1), "f"), "y": np.ones((4, 1), "f")}] * 4
@@ -187,11 +196,11 @@ def test_merges_give_the_same_numbers(devices, monkeypatch, close, case):
     data = [{"x": rng.normal(size=(4, 1)).astype("f"), "y": rng.normal(size=(4, 1)).astype("f")} for _ in range(12)]
     dtype, found = "bfloat16" if case in ("averaged", "gradients") else "float32", []
     arguments, names = CASES[case]
-    for fewest in (_packing._FEWEST, 10**6):
+    for fewest in (4, 10**6):
         monkeypatch.setattr(_packing, "_FEWEST", fewest)
         tx = optax.adam(optax.linear_schedule(0.1, 0.01, 20))
         trainer = jaxche.Trainer(loss, tx, replicas=devices[:2], **arguments)
-        state = trainer.init(initial(dtype), model_state={f"m{i}": jnp.zeros(2) for i in range(17)})
+        state = trainer.init(initial(dtype), model_state={f"m{i}": jnp.zeros(2) for i in range(3)})
         for _ in range(2):
             state, _ = trainer.round(state, data, counts=(1, 3))
         assert set(trainer._engine._merge._packings) == (names if fewest < 10**6 else set())

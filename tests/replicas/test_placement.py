@@ -153,8 +153,14 @@ def all_cut(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_cut")
-@pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (3, 3)], ids=str)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "sizes"),
+    [
+        *((setting, (4, 4)) for setting in SETTINGS),
+        *((setting, sizes) for setting in ("gradients", "averaged moments") for sizes in ((2, 4), (3, 3))),
+    ],
+    ids=str,
+)
 def test_every_setting_is_right_where_whole_copies_are_cut_for_the_sum(
     devices, setting, train, as_devices, plain, sizes
 ):
@@ -168,10 +174,10 @@ def test_every_setting_is_right_where_whole_copies_are_cut_for_the_sum(
 
 @pytest.mark.usefixtures("all_cut")
 @pytest.mark.parametrize("wire", ["bfloat16", "int4"])
-def test_codes_of_whole_copies_are_cut_too(devices, train, same, wire):
+def test_codes_of_whole_copies_are_cut_too(devices, train, alone, same, wire):
     strategy = NoShard()
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
-    state, exact = (train(meshes, wire=one)[1] for one in (wire, "float32"))
+    (_, state, _), (_, exact, _) = train(meshes, wire=wire), alone
     first, second = (local.params for local in state.local_states)
     same(first, second)
     for one in jax.tree.leaves(first):
