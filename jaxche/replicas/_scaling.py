@@ -216,8 +216,10 @@ class Scaling:
         arrays = list(joined)
         small = [x for x in leaves if x.size < _SMALL]
         parts, large = iter(split_like(arrays.pop(), small) if small else ()), iter(arrays)
-        found = [next(parts).astype(x.dtype) if x.size < _SMALL else next(large) for x in leaves]
-        return jax.tree.unflatten(treedef, found)
+        found = [next(parts) if x.size < _SMALL else next(large) for x in leaves]
+        # Beside complex arrays real ones were joined as complex.
+        found = [x if jnp.iscomplexobj(old) else x.real for x, old in zip(found, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, [x.astype(old.dtype) for x, old in zip(found, leaves, strict=True)])
 
     def _with_groups(self, joined: Any, noise: Any) -> Any:
         """The noise scale with the groups of joined arrays; a state has those of the parameters."""

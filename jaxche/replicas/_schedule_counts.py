@@ -130,7 +130,7 @@ def update_in_round(
         return update(opt_state)
     scheduled, own = are_schedules(opt_state), counts_of(opt_state)
     seen = [
-        first + jnp.round((count - first) * stride).astype(count.dtype) if is_schedule else count
+        first + jnp.round((count - first).astype(jnp.float32) * stride).astype(count.dtype) if is_schedule else count
         for count, first, is_schedule in zip(own, start, scheduled, strict=True)
     ]
     params, updated = update(with_counts(opt_state, seen))

@@ -324,14 +324,17 @@ def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_parameters_of_two_dtypes_where_promotion_is_forbidden(devices, replicas):
-    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3)}
+def test_parameters_of_three_dtypes_where_promotion_is_forbidden(devices, replicas):
+    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3), "z": jnp.ones(3, jnp.complex64)}
 
     def loss(params, batch):
-        return jnp.mean((batch * params["a"].astype(jnp.float32) - params["b"]) ** 2)
+        distance = batch * params["a"].astype(jnp.float32) - params["b"]
+        return jnp.mean(distance**2) + jnp.mean(jnp.abs(params["z"]) ** 2)
 
     with jax.numpy_dtype_promotion("strict"):
         trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:replicas], scaling=jaxche.AdaScale())
         data = [np.full((4, 3), i, np.float32) for i in range(8)]
-        _, info = trainer.round(trainer.init(params), data, counts=(4,) * replicas)
+        state, info = trainer.round(trainer.init(params), data, counts=(4,) * replicas)
     assert np.isfinite(info.loss)
+    if replicas == 1:
+        assert jax.tree.map(lambda x: x.dtype, trainer.noise(state).previous) == jax.tree.map(lambda x: x.dtype, params)

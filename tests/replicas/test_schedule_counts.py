@@ -185,6 +185,13 @@ def test_the_rates_within_a_round_are_those_of_the_batches_so_far(devices):
         assert float(trainer.params(state)) == pytest.approx(w, rel=1e-6)
 
 
+def test_a_schedule_counts_where_promotion_is_forbidden(devices):
+    with jax.numpy_dtype_promotion("strict"):
+        trainer = jaxche.Trainer(slope, optax.sgd(rate), replicas=devices[:2])
+        state, _ = trainer.round(start(trainer), DATA, counts=(2, 6))
+    assert schedule_counts(state.opt_state) == [[8, 8]]
+
+
 def test_the_update_on_averaged_gradients_has_the_rate_of_the_batches_so_far(devices):
     trainer = jaxche.Trainer(slope, optax.sgd(rate), replicas=devices[:2], average="gradients")
     state = start(trainer)
