@@ -50,6 +50,13 @@ _log = logging.getLogger("jaxche")
 
 # With fewer rounds an outer momentum mostly overshoots.
 _FEW_ROUNDS = 50
+# Arguments, and the one that each is about.
+_ABOUT = {
+    "eval_every": "validation",
+    "metric_fn": "validation",
+    "metrics": "validation",
+    "checkpoint_every": "checkpoints",
+}
 
 
 def fit(
@@ -153,8 +160,7 @@ def fit(
     check_flags(progress=progress, dry_run=dry_run, donate=donate)
     limits = {"epochs": epochs, "max_steps": max_steps, "max_examples": max_examples, "max_time": max_time}
     frequencies = {"eval_every": eval_every, "log_every": log_every, "checkpoint_every": checkpoint_every}
-    evaluation = _Evaluation(validation, metric_fn, metrics)
-    arguments = _Arguments(data, limits, frequencies, evaluation, callbacks, dry_run, checkpoints)
+    arguments = _Arguments(data, limits, frequencies, validation, metric_fn, metrics, callbacks, dry_run, checkpoints)
     agreed = _agree(trainer, state, arguments)
     with contextlib.ExitStack() as stack:
         # Requests that come too late must not reach the next fit.
@@ -195,9 +201,9 @@ def _dry_round(trainer: Rounds, state: TrainerState, arguments: _Arguments, prog
     after.merged()
     if program is None:
         return info
-    evaluation, averaged = arguments.evaluation, with_ema_values(trainer._engine, state)
-    batches = [*itertools.islice(batches_of(evaluation.data), 1)] * trainer.world_size
-    return replace(info, validation=evaluate(trainer, averaged, batches, program, evaluation.metrics))
+    averaged = with_ema_values(trainer._engine, state)
+    batches = [*itertools.islice(batches_of(arguments.validation), 1)] * trainer.world_size
+    return replace(info, validation=evaluate(trainer, averaged, batches, program, arguments.metrics))
 
 
 def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
@@ -219,9 +225,7 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
                     raise
                 membership.recover(run, error)
                 continue
-            run.advance(state, info)
-        if not membership:
-            run.previous = None
+            run.advance(state, info, keeps=membership is not None)
         yield info
 
 
@@ -309,29 +313,6 @@ def _stop(run: Run, preempted: bool = False) -> None:
         hook.on_stop(run, preempted)
 
 
-class _Evaluation(NamedTuple):
-    """The arguments of an evaluation."""
-
-    data: Any
-    metric_fn: Callable[..., Any] | None
-    metrics: Any
-
-    def program(self, trainer: Rounds) -> MetricProgram | None:
-        """The program, None without data; refuses data that can be read once only."""
-        if self.data is None:
-            return None
-        try:
-            size = number_of_batches(self.data, trainer._group)
-        except ValueError as error:
-            raise ValueError(f"validation: {error}") from None
-        if size is None and ((stream := as_stream(self.data)).has_one_epoch or stream.shares_iterator):
-            raise ValueError(
-                f"validation is {type_of(stream.source)}, which can be read once only, and every evaluation "
-                "reads all of it; write validation=list(...)"
-            )
-        return metric_program(trainer, self.metric_fn, self.metrics)
-
-
 class _Checked(NamedTuple):
     """The checked arguments of a fit."""
 
@@ -350,7 +331,9 @@ class _Arguments(NamedTuple):
     data: Any
     limits: dict[str, Any]
     frequencies: dict[str, Any]
-    evaluation: _Evaluation
+    validation: Any
+    metric_fn: Callable[..., Any] | None
+    metrics: Any
     callbacks: Any
     dry_run: bool
     checkpoints: Any
@@ -363,18 +346,19 @@ class _Arguments(NamedTuple):
         if limits["epochs"] is None and is_stream(self.data) and as_stream(self.data).has_one_epoch:
             limits = limits | {"epochs": 1}
         end = End.of_fit(state, **limits)
-        size = trainer._readers.epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
-        if size > MOST_BATCHES and [name for name, value in limits.items() if value is not None] == ["epochs"]:
+        epochs = 1 if end.epochs is None else end.epochs - state.epoch
+        size = trainer._readers.epoch_size(self.data, epochs)
+        if size > MOST_BATCHES and end == End(epochs=end.epochs):
             raise ValueError(
-                f"epochs={limits['epochs']}, and an epoch of this data has {size:,} batches, as of a data set that "
-                "repeats without end; leave out .repeat(), or write max_steps=1000 in place of epochs="
+                f"epochs={epochs}, and an epoch of this data has {size:,} batches, as of a data set "
+                "that repeats without end; leave out .repeat(), or write max_steps=1000 in place of epochs="
             )
         self._warn_of_equal_epochs(state, end, size, trainer._group.is_leader)
         if trainer._group.is_leader and isinstance(self.data, tuple) and (line := line_for_two_arrays(self.data)):
             _log.warning("%s; if they are two batches, write data=list(data)", line)
         every = {name: as_every(name, value) for name, value in self.frequencies.items()}
         end = end._replace(stops=tuple(one.steps for one in every.values() if one is not None and one.steps))
-        self._refuse_unused(every)
+        self._refuse_unused()
         config = self.checkpoints
         if config is not None and not isinstance(config, Checkpoints):
             config = Checkpoints(config)
@@ -382,10 +366,8 @@ class _Arguments(NamedTuple):
         how = str(config and {"every": config.every, "keep": config.keep, "durable": config.durable})
         texts = {name: str(value) for name, value in (limits | every).items()}
         texts |= {"dry_run": str(self.dry_run), "checkpoints": how, "state": f"round {state.round}"}
-        texts["validation"] = str(self.evaluation.data is not None)
-        program = self.evaluation.program(trainer)
-        if program is not None:
-            check_evaluation(trainer, state, self.evaluation.data, program, self.evaluation.metrics)
+        texts["validation"] = str(self.validation is not None)
+        program = None if self.validation is None else self._evaluation(trainer, state)
         return _Checked(end, size, callbacks, every, program, config, texts)
 
     def _warn_of_equal_epochs(self, state: TrainerState, end: End, size: int, is_leader: bool) -> None:
@@ -402,14 +384,27 @@ class _Arguments(NamedTuple):
                 type_of(data),
             )
 
-    def _refuse_unused(self, every: dict[str, Every | None]) -> None:
+    def _refuse_unused(self) -> None:
         """Refuse arguments without the one that they are about."""
-        given = every | {"metric_fn": self.evaluation.metric_fn, "metrics": self.evaluation.metrics}
-        others = {"validation": self.evaluation.data, "checkpoints": self.checkpoints}
-        about = {"eval_every": "validation", "metric_fn": "validation", "metrics": "validation"}
-        for name, other in (about | {"checkpoint_every": "checkpoints"}).items():
-            if given[name] is not None and others[other] is None:
+        given = self._asdict() | self.frequencies
+        for name, other in _ABOUT.items():
+            if given[name] is not None and given[other] is None:
                 raise ValueError(f"{name}= is given without {other}=; give both, or none")
+
+    def _evaluation(self, trainer: Rounds, state: TrainerState) -> MetricProgram:
+        """The program of the evaluations; refuses data that can be read once only, and what they would refuse."""
+        try:
+            size = number_of_batches(self.validation, trainer._group)
+        except ValueError as error:
+            raise ValueError(f"validation: {error}") from None
+        if size is None and ((stream := as_stream(self.validation)).has_one_epoch or stream.shares_iterator):
+            raise ValueError(
+                f"validation is {type_of(stream.source)}, which can be read once only, and every evaluation "
+                "reads all of it; write validation=list(...)"
+            )
+        program = metric_program(trainer, self.metric_fn, self.metrics)
+        check_evaluation(trainer, state, self.validation, program, self.metrics)
+        return program
 
 
 def _agree(trainer: Rounds, state: TrainerState, arguments: _Arguments) -> _Checked:

@@ -70,9 +70,9 @@ class Run:
         """Whether something is due after the last round; equal in all processes."""
         return every.is_due(self.before, self.state.reached)
 
-    def advance(self, state: TrainerState, info: RoundInfo) -> None:
-        """Take the state and the record of a round."""
-        self.before, self.previous, self.state = self.state.reached, self.state, state
+    def advance(self, state: TrainerState, info: RoundInfo, keeps: bool) -> None:
+        """Take the state and the record of a round; ``keeps`` is whether the state before it may be needed again."""
+        self.before, self.previous, self.state = self.state.reached, self.state if keeps else None, state
         self.history.append(info)
 
 

@@ -322,8 +322,10 @@ def test_epochs_of_data_without_an_end_are_refused_unless_another_limit_ends_the
 
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
     start = trainer.init(problem.params)
-    with pytest.raises(ValueError, match=r"epochs=3, .* 9,223,.* leave out \.repeat\(\), or write max_steps=1000"):
-        trainer.fit(start, Repeated(), epochs=3, progress=False)
+    for given, epochs in ({"epochs": 3}, 3), ({}, 1):
+        refused = rf"epochs={epochs}, .* 9,223,.* leave out \.repeat\(\), or write max_steps=1000"
+        with pytest.raises(ValueError, match=refused):
+            trainer.fit(start, Repeated(), progress=False, **given)
     state, _ = trainer.fit(start, Repeated(), epochs=3, max_steps=20, progress=False)
     assert state.steps == 20
 
