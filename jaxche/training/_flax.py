@@ -72,6 +72,7 @@ def linen_loss(
       ['batch_stats']
     """
     from flax import linen as nn
+    from flax.core.scope import in_filter, union_filters
     from flax.errors import InvalidRngError, ScopeCollectionNotFound
 
     if not isinstance(module, nn.Module):
@@ -90,7 +91,7 @@ def linen_loss(
         streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}
         calls = itertools.count()
 
-        def apply(*args: Any, mutable: str | Sequence[str] = (), rngs: Any = None, **kwargs: Any) -> Any:
+        def apply(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
             if args and isinstance(args[0], Mapping) and "params" in args[0] and {*args[0]} <= {"params", *collections}:
                 raise ValueError(
                     "loss_fn calls apply with variables, which linen_loss supplies; leave them out: write "
@@ -99,10 +100,10 @@ def linen_loss(
             variables, number = {"params": params, **collections}, next(calls)
             # As the streams of a model of nnx go on, so that e.g. two views of a batch have dropout of their own.
             keys = {name: jax.random.fold_in(key, number) if number else key for name, key in streams.items()}
-            wanted = [mutable] if isinstance(mutable, str) else list(mutable or ())
             try:
+                all_mutable = union_filters(list(collections), mutable)
                 output, updated = module.apply(
-                    variables, *args, rngs=keys | dict(rngs or {}), mutable=[*collections, *wanted], **kwargs
+                    variables, *args, rngs=keys | dict(rngs or {}), mutable=all_mutable, **kwargs
                 )
             except InvalidRngError as error:
                 error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {names}: add the name to rngs=")
@@ -114,7 +115,9 @@ def linen_loss(
                 )
                 raise
             collections.update({name: updated[name] for name in collections if name in updated})
-            return (output, {name: updated[name] for name in wanted if name in updated}) if wanted else output
+            if not mutable:
+                return output
+            return output, {name: value for name, value in updated.items() if in_filter(mutable, name)}
 
         named = {name: params if name == "params" else jax.random.fold_in(rng, len(names)) for name in wanted}
         loss, metrics = loss_and_aux(loss_fn(apply, batch, **named))

@@ -337,7 +337,9 @@ class Sowing(nn.Module):
         return nn.Dense(2)(x)
 
 
-@pytest.mark.parametrize("names", ["losses", ["losses"], ("losses", "batch_stats")])
+@pytest.mark.parametrize(
+    "names", ["losses", ["losses"], ("losses", "batch_stats"), nn.DenyList("params"), True], ids=str
+)
 def test_values_that_a_linen_module_sows_are_terms_of_the_loss(problem, devices, close, names):
     net = Sowing()
     variables = net.init(jax.random.key(0), problem.data[0]["x"])
@@ -347,7 +349,8 @@ def test_values_that_a_linen_module_sows_are_terms_of_the_loss(problem, devices,
 
     def loss_fn(apply, batch):
         y, sown = apply(batch["x"], mutable=names)
-        assert set(sown) == ({"losses"} if "batch_stats" not in names else {"losses", "batch_stats"})
+        only_losses = names in ("losses", ["losses"])
+        assert set(sown) - {"params"} == ({"losses"} if only_losses else {"losses", "batch_stats"})
         return jnp.mean((y - batch["y"]) ** 2) + 0.1 * sum(sown["losses"]["size"])
 
     trainer = jaxche.Trainer(jaxche.linen_loss(net, loss_fn), optax.sgd(0.1), replicas=devices[:1])
