@@ -195,44 +195,37 @@ class Membership:
     def recover(self, run: Run, error: PeerLostError) -> None:
         """Continue with the remaining processes after a failed collective, or join them; raises if they cannot."""
         while True:
+            # If a pending process has died, the next collective detects it; else it requests admission again.
+            self.reset()
             try:
-                run.state = self._shrink(run.state, run.previous, error)
+                self._shrink(run, error)
+                self._call_hooks(run, shrunk=True)
+                return
             except TakenForDeadError:
                 self._group.restart()
                 self._join(run)
                 return
-            run.previous = None
-            run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
-            try:
-                self._call_hooks(run, shrunk=True)
-                return
             except PeerLostError as another:  # another process died meanwhile
+                if another is error:
+                    raise
                 error = another
 
     def _call_hooks(self, run: Run, shrunk: bool) -> None:
         for hook in run.hooks:
             hook.on_membership(run, shrunk)
 
-    def _shrink(self, state: TrainerState, before: TrainerState | None, error: PeerLostError) -> TrainerState:
-        """The state from which the remaining processes continue, the same on all of them.
+    def _shrink(self, run: Run, error: PeerLostError) -> None:
+        """Give the run the state from which the remaining processes continue, the same on all of them.
 
         A round is merged by all or by none: a process that finished the merge that failed elsewhere returns to the
         state before it. If no process has died, all continue over new connections.
         """
-        # If a pending process has died, the next collective detects it; else it requests admission again.
-        self.reset()
-        while True:
-            try:
-                (state, order, lost), before = self._common_state(state, before, error), None
-                self._arrange(order, state.local_states)
-            except PeerLostError as another:  # another process died meanwhile
-                if another is error or isinstance(another, TakenForDeadError):
-                    raise
-                error = another
-                continue
-            what = f"process {format_ranks(lost)} died" if lost else "a merge failed, but no process died"
-            _log.warning("%s: continuing from round %s with %s", what, state.round, len(order))
-            return state
+        run.state, order, lost = self._common_state(run.state, run.previous, error)
+        run.previous = None
+        run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
+        self._arrange(order, run.state.local_states)
+        what = f"process {format_ranks(lost)} died" if lost else "a merge failed, but no process died"
+        _log.warning("%s: continuing from round %s with %s", what, run.state.round, len(order))
 
     def _common_state(
         self, state: TrainerState, before: TrainerState | None, error: PeerLostError
@@ -280,7 +273,10 @@ class Membership:
         elif choice is not None:
             choice = Choice(ApplyPolicy.CADENCE, reason="one replica is left, which merges nothing", since=state.round)
         shares = RowShares(shapes_differ=state.row_shares.shapes_differ)
-        return replace(state, che=self._agreed(state.che, order), row_shares=shares, choice=choice)
+        # As the first member has it: a process that came later has fewer measurements.
+        che = self.rearranged(state.che, order)
+        che = self._group.broadcast(che and che.to_dict())
+        return replace(state, che=che and ElChe.from_dict(che), row_shares=shares, choice=choice)
 
     def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
         """Raise the error if connections have broken too often in one round while all processes are alive."""
@@ -291,12 +287,6 @@ class Membership:
                 "all processes are alive; does something between their machines close them, e.g. a firewall?"
             )
             raise error
-
-    def _agreed(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
-        """The cadence of these ranks as the first member has it: a process that came later has fewer measurements."""
-        own = self.rearranged(che, order)
-        found = self._group.broadcast(own and own.to_dict())
-        return found and ElChe.from_dict(found)
 
     def rearranged(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
         """The cadence of these ranks in this order, with the last measurements of each; None for a single rank.

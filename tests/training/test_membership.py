@@ -221,30 +221,33 @@ def remaining(group, processes_of_ranks, che=None):
     return Membership(trainer, group), orders
 
 
-def states(*rounds):
-    return [TrainerState((), None, DivergenceCorrection(), round=round) for round in rounds]
+def run_of_five(*hooks):
+    """A run after five rounds, with the state before the last."""
+    before, state = (TrainerState((), None, DivergenceCorrection(), round=round) for round in (4, 5))
+    return SimpleNamespace(state=state, previous=before, history=jaxche.History(), hooks=hooks)
 
 
 @pytest.mark.parametrize(("reached", "goes_on"), [([5, 4], 4), ([5, 5], 5)])
 def test_a_round_is_merged_by_all_or_by_none(reached, goes_on):
     one, orders = remaining(Members(reached), [(0,), (1,)])
-    before, state = states(4, 5)
-    assert one._shrink(state, before, PeerLostError("failed")).round == goes_on
-    assert orders == [[0]]
+    run = run_of_five()
+    one.recover(run, PeerLostError("failed"))
+    assert (run.state.round, orders) == (goes_on, [[0]])
 
 
 def test_a_death_while_others_agree_costs_another_try():
     group = Members(PeerLostError("another"), [5])
     one, orders = remaining(group, [(0,), (1,)])
-    assert one._shrink(*states(5, 4), PeerLostError("failed")).round == 5
-    assert (group.shrunk, orders) == (2, [[0]])
+    run = run_of_five()
+    one.recover(run, PeerLostError("failed"))
+    assert (run.state.round, group.shrunk, orders) == (5, 2, [[0]])
 
 
 def test_processes_whose_replicas_are_not_whole_end_with_the_error():
     one, orders = remaining(Members([5], members=(0, 2)), [(0, 1), (2, 3)])
     error = PeerLostError("failed")
     with pytest.raises(PeerLostError, match="failed") as raised:
-        one._shrink(*states(5, 4), error)
+        one.recover(run_of_five(), error)
     assert raised.value is error
     assert error.__notes__ == ["process 1 died, and the remaining processes cannot continue"]
     assert orders == []
@@ -260,8 +263,7 @@ def test_a_death_while_hooks_are_told_of_one_costs_another_try():
                 raise PeerLostError("another")
 
     one, orders = remaining(group, [(0,), (1,)])
-    before, state = states(4, 5)
-    run = SimpleNamespace(state=state, previous=before, history=jaxche.History(), hooks=[Told()])
+    run = run_of_five(Told())
     one.recover(run, PeerLostError("failed"))
     assert (run.state.round, run.previous, told) == (5, None, [True, True])
     assert (group.shrunk, orders) == (2, [[0], [0]])
