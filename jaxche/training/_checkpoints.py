@@ -325,11 +325,10 @@ class Restore:
         found = reader.newest(state.round)
         if found is None:
             return state
-        meta, state_dict, rows = found.meta, self._state_dict(found.meta, state), self._rows(found.meta, state)
+        meta, (state_dict, rows) = found.meta, self._form(found.meta, state)
         data = {self._source["data"], meta["data"]}
         self.is_of_other_data = len(data) > 1 and NONDETERMINISTIC not in data
-        optimizers = self._source["optimizer"], meta.get("optimizer") or ["", ""]
-        (*here, own), (*there, other) = optimizers
+        (*here, own), (*there, other) = self._source["optimizer"], meta["optimizer"]
         self.is_of_other_optimizer = here == there and own != other
         if "residual" not in found.trees and any(map(_is_residual, meta["leaves"])):
             _log.warning(
@@ -345,7 +344,8 @@ class Restore:
     def _wanted(self, meta: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
         """The trees to read; refuses a checkpoint from which this trainer cannot continue."""
         where = f"checkpoints={str(self._folder)!r}"
-        trees = self._state_dict(meta, state).abstract_trees(self._rows(meta, state))
+        state_dict, rows = self._form(meta, state)
+        trees = state_dict.abstract_trees(rows)
         wanted = leaf_shapes(trees)
         saved = {name: leaf for name, leaf in meta["leaves"].items() if "residual" in trees or not _is_residual(name)}
         for path in sorted({*wanted, *saved}, key=lambda path: (not path.startswith("params/"), path)):
@@ -364,19 +364,20 @@ class Restore:
                 )
         return trees
 
-    def _state_dict(self, meta: Mapping[str, Any], state: TrainerState) -> StateDict:
-        """The state dict for a checkpoint, with a previous gradient if the checkpoint has one."""
+    def _form(self, meta: Mapping[str, Any], state: TrainerState) -> tuple[StateDict, dict[str, int]]:
+        """The state dict for a checkpoint, with a previous gradient if the checkpoint has one, and the rows to read.
+
+        A residual of other shapes than those of any engine, as with another ``opt_state=``, is not read.
+        """
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         found = [
             engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
             for engine in self._trainer._local_engines
         ]
-        return next((one for one in found if _has_residual_of(meta, one)), found[0])
-
-    def _rows(self, meta: Mapping[str, Any], state: TrainerState) -> dict[str, int]:
-        """The rows of the saved trees, without a residual of other shapes, as with another ``opt_state=``."""
-        same = _has_residual_of(meta, self._state_dict(meta, state))
-        return {name: count for name, count in meta["rows"].items() if same or name != "residual"}
+        for state_dict in found:
+            if _has_residual_of(meta, state_dict):
+                return state_dict, meta["rows"]
+        return found[0], {name: count for name, count in meta["rows"].items() if name != "residual"}
 
 
 def _has_residual_of(meta: Mapping[str, Any], state_dict: StateDict) -> bool:
