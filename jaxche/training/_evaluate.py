@@ -27,7 +27,6 @@ from jaxche.training._state import TrainerState
 
 # Batches in flight per replica: one runs while the host reads the next; more would make a slow replica end late.
 _IN_FLIGHT = 2
-_NO_MORE = object()
 # More batches than any data set has that ends: Grain's repeat() gives one the length of sys.maxsize.
 MOST_BATCHES = 2**48
 # Programs that a trainer keeps.
@@ -62,44 +61,21 @@ def parts_of(processes_of_ranks: Sequence[tuple[int, ...]], speeds: Sequence[flo
 
 
 class Source:
-    """The batches of a part for the threads of its replicas; user code runs in one of them at a time.
+    """Batches with their numbers for the threads of some replicas; user code runs in one of them at a time."""
 
-    The processes of one replica take every batch together. If one of them cannot read a batch, it takes the one before
-    it (``pads``), and the error is raised at the end.
-    """
-
-    def __init__(self, indices: Iterable[int], read: Callable[[int], Any], owned: bool = True, pads: bool = False):
-        self._indices, self._read, self._pads = iter(indices), read, pads
+    def __init__(self, batches: Iterable[tuple[int, Any]], owned: bool = True):
         self._lock, self._stopped = threading.Lock(), False
-        self.owned, self.error = owned, None  # whether this process combines the results
-        self._ahead = [self._next()]
-
-    @property
-    def first(self) -> Any:
-        """The first batch, before the iteration; None if there is none."""
-        return None if self._ahead[0] is None else self._ahead[0][1]
+        self.owned = owned  # whether this process combines the results
+        batches = iter(batches)
+        self.first = next(batches, None)
+        self._batches = itertools.chain([] if self.first is None else [self.first], batches)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while True:
             with self._lock:
-                if self._stopped:
+                if self._stopped or (found := next(self._batches, None)) is None:
                     return
-                found = self._ahead.pop() if self._ahead else self._next()
-            if found is None:
-                return
             yield found
-
-    def _next(self) -> tuple[int, Any] | None:
-        index = next(self._indices, None)
-        if index is None:
-            return None
-        try:
-            self._last = self._read(index)
-        except Exception as error:
-            if not self._pads or not hasattr(self, "_last"):
-                raise
-            self.error = self.error or error
-        return None if self._last is _NO_MORE else (index, self._last)
 
     def stop(self) -> None:
         """End all threads after their batch, because one has failed."""
@@ -247,6 +223,7 @@ def evaluate(
     leaves, tree = jax.tree.flatten((state.local_states[0].params, state.local_states[0].model_state))
     form = [tree, *((x.shape, str(x.dtype)) for x in leaves)]
     program.begin((group.quorum_id, form))
+    errors: list[Exception] = []  # of batches that one of the processes of a replica could not read
     with group.errors_everywhere(engine.ranks[0], "the start of an evaluation"):
         size = number_of_batches(data, group)
         speeds = state.che.ms_per_batch if state.che else ()
@@ -255,10 +232,11 @@ def evaluate(
             parts = [Part((group.process_index,), tuple(range(trainer.world_size)), range(1))]
         else:
             parts = parts_of(engine.processes_of_present_ranks, speeds, size)
-        sources = _sources(group, data, size, parts)
+        sources = _sources(group, data, size, parts, errors)
         for rank, placement, local in engine.here(state.local_states):
             if rank in sources:
-                program.compiled(placement, local, sources[rank].first)
+                _, first = sources[rank].first
+                program.compiled(placement, local, first)
     if len(set(sizes := group.all_gather(size))) > 1:
         raise ValueError(f"processes evaluate different numbers of batches ({sizes}); give the same data to all")
     found: dict[int, Result] = {}
@@ -275,9 +253,8 @@ def evaluate(
             for source in sources.values():
                 source.stop()
             raise
-        for source in sources.values():
-            if source.error:
-                raise source.error
+        if errors:
+            raise errors[0]
     return _combined(group, metrics, parts, [found[index] for index in sorted(found)])
 
 
@@ -318,24 +295,41 @@ def batches_of(data: Any) -> Iterator[Any]:
     """The batches of a sequence or of a stream, in order."""
     if is_stream(data):
         return map(as_batch, as_stream(data).iterable(0))
-    return map(sequence_of(data, 0).__getitem__, range(len(data)))
+    return map(reading(sequence_of(data, 0)), range(len(data)))
 
 
-def _sources(group: Group, data: Any, size: int | None, parts: Sequence[Part]) -> dict[int, Source]:
+def _sources(
+    group: Group, data: Any, size: int | None, parts: Sequence[Part], errors: list[Exception]
+) -> dict[int, Source]:
     """The batches of each local rank that has any; ranks of one part share them."""
     if size is None:
-        batches = batches_of(data)
-        source = Source(itertools.count(), lambda index: next(batches, _NO_MORE))
+        source = Source(enumerate(batches_of(data)))
         if source.first is None:
             raise ValueError("data has no batches; give at least one")
         return dict.fromkeys(parts[0].ranks, source)
-    sequence, own, found = sequence_of(data, 0), group.process_index, {}
+    read, own, found = reading(sequence_of(data, 0)), group.process_index, {}
     for part in parts:
         if own in part.processes and part.batches:
-            pads = len(part.processes) > 1
-            source = Source(part.batches, reading(sequence), owned=own == part.processes[0], pads=pads)
-            found |= dict.fromkeys(part.ranks, source)
+            batches = ((index, read(index)) for index in part.batches)
+            if len(part.processes) > 1:
+                batches = _read_together(part.batches, read, errors)
+            found |= dict.fromkeys(part.ranks, Source(batches, owned=own == part.processes[0]))
     return found
+
+
+def _read_together(
+    indices: Iterable[int], read: Callable[[int], Any], errors: list[Exception]
+) -> Iterator[tuple[int, Any]]:
+    """The batches of a replica whose processes take each of them together: where a read fails, the one before it."""
+    batch = None
+    for index in indices:
+        try:
+            batch = read(index)
+        except Exception as error:
+            if batch is None:
+                raise
+            errors.append(error)
+        yield index, batch
 
 
 def _run(program: MetricProgram, group: Group, source: Source, placement: Any, local: LocalState) -> list[Result]:
