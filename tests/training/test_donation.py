@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.replicas import _merge
+from jaxche.replicas import _merge, _packing
 from jaxche.replicas._merge import Merge
 from jaxche.replicas._packing import Deferred
 from jaxche.replicas._programs import LocalPrograms
@@ -31,8 +31,9 @@ def data():
     return jaxche.Batches({"x": x, "y": x[:, 0]}, batch_size=4)
 
 
-def params(many=False):
-    more = {f"p{i}": np.full(2000, i, np.float32) for i in range(20 if many else 0)}
+def params(small=0):
+    # Small arrays that are large together, once they are packed.
+    more = {f"p{i}": np.full(12_000, i, np.float32) for i in range(small)}
     w = np.random.default_rng(1).normal(size=(4, LARGE // 4)).astype(np.float32)
     return {"w": w, "b": np.zeros(3, np.float32)} | more
 
@@ -68,31 +69,46 @@ POLICIES = {
     "local": ({"opt_state": "local"}, 2, [False, True]),
     "reset": ({"opt_state": "reset"}, 2, [False, True]),
     "int4": ({"wire": "int4"}, 2, [False, True]),
-    "outer": ({"outer": optax.sgd(1.0)}, 2, [False, True]),
+    "outer": ({"outer": optax.sgd(1.0, momentum=0.5)}, 2, [False, True]),
     "overlap": ({"overlap": 0.5}, 2, [False, False]),
     "scaling": ({"scaling": jaxche.AdamScale(), "base_batch_size": 4}, 2, [False, False]),
     "single scaling": ({"scaling": jaxche.AdamScale(), "base_batch_size": 4}, 1, [True, True]),
 }
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few arrays", "packed arrays"])
+def arrays_of(state):
+    """The arrays of a state between rounds: packed where it has them so, and the views of all replicas."""
+    for local in state.local_states:
+        trees = [tree.packed if isinstance(tree, Deferred) else tree for tree in local]
+        yield from jax.tree.leaves((trees, local.views and local.views.trees))
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["few arrays", "packed arrays"])
 @pytest.mark.parametrize(("options", "replicas", "takes"), POLICIES.values(), ids=POLICIES)
-def test_rounds_take_the_state_and_change_nothing(data, devices, options, replicas, takes, many):
-    ended = []
-    for donate in (False, True):
-        more = {"fleet": fleet()} if replicas > 1 else {}
-        trainer = jaxche.Trainer(loss, optax.adam(0.02), replicas=devices[:replicas], **more, **options)
-        states, seen = [], []
+@pytest.mark.filterwarnings("ignore:an outer optimizer")
+def test_rounds_take_the_state_and_change_nothing(data, devices, monkeypatch, options, replicas, takes, packs):
+    if packs:
+        monkeypatch.setattr(_packing, "_FEWEST", 3)
+    ended, more = [], {"fleet": fleet()} if replicas > 1 else {}
+    trainer = jaxche.Trainer(loss, optax.adam(0.02), replicas=devices[:replicas], **more, **options)
+    for donate in (True, False):
+        given, losses = trainer.init(params(small=2 if packs else 0)), []
+        for _ in range(2):  # the second state is one after a merge, with its views
+            states, seen = [], []
 
-        def look(state, info, states=states, seen=seen):
-            seen.append(taken(states[-1]) if states else takes)
-            states.append(state)
+            def look(state, info, states=states, seen=seen):
+                seen.append(taken(states[-1]) if states else takes)
+                states.append(state)
 
-        state, history = trainer.fit(
-            trainer.init(params(many)), data, epochs=4, callbacks=[look], progress=False, donate=donate
-        )
-        ended.append((jax.device_get((trainer.params(state), trainer.opt_state(state))), [i.loss for i in history]))
-        assert seen[1:] == [takes if donate else [False, False]] * (len(history) - 1)
+            after, history = trainer.fit(given, data, epochs=2, callbacks=[look], progress=False, donate=donate)
+            assert seen[1:] == [takes if donate else [False, False]] * (len(history) - 1)
+            assert {array.is_deleted() for array in arrays_of(given)} == {donate}
+            if donate:
+                with pytest.raises(ValueError, match=r"state was deleted: fit\(state, data, donate=True\) takes"):
+                    trainer.round(given, data)
+            given = after
+            losses += [info.loss for info in history]
+        ended.append((jax.device_get((trainer.params(given), trainer.opt_state(given))), losses))
     jax.tree.map(np.testing.assert_array_equal, *ended)
 
 
@@ -114,19 +130,22 @@ def test_exact_sync_and_local_steps_under_auto_take_the_state(data, devices):
         trainer = jaxche.Trainer(
             loss, optax.adam(0.02), policy="auto", replicas=devices[:2], fleet=fleet(), overlap=overlap
         )
-        state, history = trainer.fit(trainer.init(params()), data, epochs=6, progress=False, donate=donate)
+        given = trainer.init(params())
+        state, history = trainer.fit(given, data, epochs=6, progress=False, donate=donate)
+        assert {array.is_deleted() for array in arrays_of(given)} == {donate}
         ended.append((jax.device_get(trainer.params(state)), [info.loss for info in history]))
     jax.tree.map(np.testing.assert_array_equal, *ended)
 
 
 def test_islands_take_the_state(data, devices):
-    strategy, ended = jaxche.FullShard(min_size=1), []
-    for donate in (False, True):
-        for policy in ("cadence", "sync"):
-            meshes = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
-            trainer = jaxche.Trainer(
-                loss, optax.adam(0.02), policy=policy, replicas=meshes, strategy=strategy, fleet=fleet()
-            )
+    strategy = jaxche.FullShard(min_size=1)
+    meshes = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+    for policy in ("cadence", "sync"):
+        trainer = jaxche.Trainer(
+            loss, optax.adam(0.02), policy=policy, replicas=meshes, strategy=strategy, fleet=fleet()
+        )
+        ended = []
+        for donate in (True, False):
             given, first = trainer.init(params()), []
             state, _ = trainer.fit(
                 given,
@@ -137,7 +156,7 @@ def test_islands_take_the_state(data, devices):
             )
             ended.append(jax.device_get(trainer.params(state)))
             assert taken(first[0]) == [donate and policy == "sync", donate]
-    jax.tree.map(np.testing.assert_array_equal, ended[:2], ended[2:])
+        jax.tree.map(np.testing.assert_array_equal, *ended)
 
 
 def test_stages_take_the_state(data, devices):
@@ -151,18 +170,16 @@ def test_stages_take_the_state(data, devices):
         return jnp.mean((out - batch["y"]) ** 2)
 
     w = params()["w"]
-    ended, stages = [], [w, np.full(w.shape[1], 1e-3, np.float32)]
-    pairs = jaxche.Batches({"x": data.arrays["x"], "y": data.arrays["y"]}, batch_size=4)
-    for donate in (False, True):
-        for replicas in ([devices[:2]], [devices[:2], devices[2:4]]):
-            model = jaxche.Partitioned(
-                [lambda w, batch: first(w, batch["x"]), second], objective, jaxche.Direct(), devices[:2]
-            )
-            trainer = jaxche.Trainer(model, optax.adam(0.02), replicas=replicas, fleet=fleet(len(replicas)))
+    stages = [w, np.full(w.shape[1], 1e-3, np.float32)]
+    model = jaxche.Partitioned([lambda w, batch: first(w, batch["x"]), second], objective, jaxche.Direct(), devices[:2])
+    for replicas in ([devices[:2]], [devices[:2], devices[2:4]]):
+        trainer = jaxche.Trainer(model, optax.adam(0.02), replicas=replicas, fleet=fleet(len(replicas)))
+        ended = []
+        for donate in (True, False):
             states = []
             state, _ = trainer.fit(
                 trainer.init(stages),
-                pairs,
+                data,
                 epochs=2,
                 callbacks=[lambda state, info, states=states: states.append(state)],
                 progress=False,
@@ -170,32 +187,29 @@ def test_stages_take_the_state(data, devices):
             )
             ended.append(jax.device_get(trainer.params(state)))
             assert taken(states[0]) == [donate and len(replicas) == 1, donate]
-    jax.tree.map(np.testing.assert_array_equal, ended[:2], ended[2:])
+        jax.tree.map(np.testing.assert_array_equal, *ended)
 
 
 def test_a_replica_without_steps_and_groups_take_the_state(data, devices):
+    speeds = jaxche.VirtualFleet(ms_per_batch=[20.0, 50.0, 20.0, 50.0], sync_ms=200.0, group_sync_ms=5.0)
+    trainer = jaxche.Trainer(
+        loss, optax.adam(0.02), replicas=devices[:4], fleet=speeds, groups=[[0, 1], [2, 3]], group_merges=2
+    )
     ended = []
-    for donate in (False, True):
-        speeds = jaxche.VirtualFleet(ms_per_batch=[20.0, 50.0, 20.0, 50.0], sync_ms=200.0, group_sync_ms=5.0)
-        trainer = jaxche.Trainer(
-            loss, optax.adam(0.02), replicas=devices[:4], fleet=speeds, groups=[[0, 1], [2, 3]], group_merges=2
-        )
+    for donate in (True, False):
         state, _ = trainer.fit(trainer.init(params()), data, epochs=4, max_steps=43, progress=False, donate=donate)
         ended.append(jax.device_get((trainer.params(state), trainer.opt_state(state))))
     jax.tree.map(np.testing.assert_array_equal, *ended)
 
 
 def test_a_run_that_is_interrupted_and_continued_ends_as_one(data, devices, tmp_path):
-    def make():
-        return jaxche.Trainer(loss, optax.adam(0.02), replicas=devices[:2], fleet=fleet())
-
-    whole, parts, again = make(), make(), make()
-    state, _ = whole.fit(whole.init(params()), data, epochs=4, progress=False)
+    parts, whole = (jaxche.Trainer(loss, optax.adam(0.02), replicas=devices[:2], fleet=fleet()) for _ in range(2))
     stop = [lambda state, info: info.round == 2]
     options = {"checkpoints": tmp_path, "progress": False, "donate": True}
     parts.fit(parts.init(params()), data, epochs=4, callbacks=stop, **options)
-    resumed, record = again.fit(again.init(params()), data, epochs=4, **options)
-    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (whole.params(state), again.params(resumed))))
+    resumed, record = whole.fit(whole.init(params()), data, epochs=4, **options)
+    state, _ = whole.fit(whole.init(params()), data, epochs=4, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (whole.params(state), whole.params(resumed))))
     replayed, _ = whole.replay(whole.init(params()), data, record)
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (whole.params(state), whole.params(replayed))))
 

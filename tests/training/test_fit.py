@@ -17,7 +17,6 @@ from flax import nnx
 import jaxche
 from jaxche.distributed import PREEMPTED_CODE
 from jaxche.replicas import LocalState, free
-from jaxche.replicas._packing import Deferred
 from jaxche.replicas._replica import Replica
 from jaxche.training import _fit
 from jaxche.training._state import Stop
@@ -521,50 +520,6 @@ def test_arguments_that_lack_another_are_refused(on_fleet, problem, options, mes
     trainer, state = on_fleet
     with pytest.raises(ValueError, match=message):
         trainer.fit(state, problem.data, progress=False, **options)
-
-
-OPTIONS = {
-    "sync": {"policy": "sync"},
-    "cadence": {},
-    "overlap": {"overlap": 0.5},
-    "codes": {"wire": "int4"},
-    "outer": {"outer": optax.sgd(1.0, momentum=0.5)},
-    "auto": {"policy": "auto", "overlap": 0},  # a donated state leaves it no choice
-}
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["few arrays", "packed arrays"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.filterwarnings("ignore:an outer optimizer")
-def test_a_donated_state_is_freed_and_changes_nothing(problem, devices, options, many):
-    more = {f"p{i}": np.full(2, i, np.float32) for i in range(20 if many else 0)}
-    params = problem.params | more
-
-    def loss(params, batch):
-        loss, metrics = problem.loss({name: params[name] for name in problem.params}, batch)
-        return loss + sum(jnp.sum(params[name] ** 2) for name in more), metrics
-
-    ended = []
-    for donate in (False, True):
-        fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0], sync_ms=5.0)
-        trainer = jaxche.Trainer(loss, optax.adam(0.02), replicas=devices[:2], fleet=fleet, **options)
-        state = trainer.init(params)
-        for _ in range(2):  # the second state is one after a merge, with its views
-            after, _ = trainer.fit(state, problem.data, epochs=2, progress=False, donate=donate)
-            assert {array.is_deleted() for array in held(state)} == {donate}
-            if donate:
-                with pytest.raises(ValueError, match=r"state was deleted: fit\(state, data, donate=True\) takes"):
-                    trainer.round(state, problem.data)
-            state = after
-        ended.append(jax.device_get((trainer.params(state), trainer.opt_state(state))))
-    jax.tree.map(np.testing.assert_array_equal, *ended)
-
-
-def held(state):
-    """The arrays of a state between rounds: packed where it has them so, and the views of all replicas."""
-    for local in state.local_states:
-        trees = [tree.packed if isinstance(tree, Deferred) else tree for tree in local]
-        yield from jax.tree.leaves((trees, local.views and local.views.trees))
 
 
 @pytest.mark.parametrize(("options", "rounds"), [({}, 1), ({"overlap": 0.5}, 2)])
