@@ -12,14 +12,13 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.checkpoints import FolderLock
-from jaxche.checkpoints._folder_lock import _POLL_S
+from jaxche.checkpoints import FolderLock, _folder_lock
 
-# Locks a folder, forks a process that lives longer, and at a line releases the lock or is killed.
+# Locks a folder, forks a process that lives longer, and at a line releases the lock or is killed. It needs no JAX.
 _HOLDER = """
-import os, sys
+import os, runpy, sys
 from pathlib import Path
-from jaxche.checkpoints import FolderLock
+FolderLock = runpy.run_path(sys.argv[3])["FolderLock"]
 lock, lives = FolderLock(Path(sys.argv[1])), os.pipe()
 assert lock.try_acquire()
 if os.fork() == 0:
@@ -38,7 +37,7 @@ lock.release()
 def holder(folder):
     """A process that holds the lock of a folder, and a function that ends it; the process that it forked lives on."""
     reader, writer = os.pipe()
-    command = [sys.executable, "-c", _HOLDER, str(folder), str(reader)]
+    command = [sys.executable, "-c", _HOLDER, str(folder), str(reader), _folder_lock.__file__]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=[reader])
 
     def end(how):
@@ -65,7 +64,7 @@ def test_a_second_run_waits_until_the_first_has_ended(tmp_path, caplog, how):
                 end(how)
 
         lock.acquire(sleep=sleep)
-        assert slept == [_POLL_S] * 3
+        assert slept == [_folder_lock._POLL_S] * 3
         (warning,) = caplog.messages
         assert f"'{tmp_path}' is in use by process {first.pid} on {os.uname().nodename}; waiting up to 60 s" in warning
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
@@ -82,7 +81,7 @@ def test_a_run_that_does_not_end_is_named(tmp_path):
 
 
 def test_a_fit_in_the_folder_of_another_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxche.checkpoints._folder_lock._WAIT_S", 0.0)
+    monkeypatch.setattr(_folder_lock, "_WAIT_S", 0.0)
     data = jaxche.Batches(np.ones((12, 2), np.float32), batch_size=2)
     trainer = jaxche.Trainer(lambda w, x: ((x @ w - 1.0) ** 2).mean(), optax.sgd(0.1))
     state = trainer.init(np.zeros(2, np.float32))

@@ -1,8 +1,5 @@
 """Rounds that hang, and callbacks that end a run."""
 
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -45,8 +42,8 @@ trainer.round(state, data, counts=(2,))
 """
 
 
-def test_a_round_that_hangs_ends_the_process_and_says_where():
-    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120, check=False)
+def test_a_round_that_hangs_ends_the_process_and_says_where(run_forked):
+    done = run_forked("-c", HANGS)
     assert (done.returncode, done.stdout) == (1, "round 0\nround 1\n")
     assert "Timeout (0:00:01.500000)!" in done.stderr
     assert "in waits_for_ever" in done.stderr
