@@ -33,8 +33,8 @@ def twin(params, batches):
     return {"mse": np.mean((out - y) ** 2), "near": np.mean(np.abs(out - y) < 0.5), "n": 1.0}
 
 
-@pytest.fixture
-def trained(make_problem, devices):
+@pytest.fixture(scope="module")
+def train(make_problem, devices):
     """A problem whose last batch is smaller, a trainer of so many replicas, and a state after some rounds."""
 
     def make(replicas=2, examples=99, **options):
@@ -45,6 +45,12 @@ def trained(make_problem, devices):
         return problem, trainer, state
 
     return make
+
+
+@pytest.fixture(scope="module")
+def trained(train):
+    """The same, made once: programs and metric functions of other tests stay compiled."""
+    return functools.cache(train)
 
 
 def test_it_is_a_loop_over_the_data(trained):
@@ -245,8 +251,8 @@ def test_random_keys_depend_on_the_batch_alone(make_problem, devices):
     ],
     ids=str,
 )
-def test_all_trainers_evaluate(trained, options):
-    problem, trainer, state = trained(**options)
+def test_all_trainers_evaluate(train, options):
+    problem, trainer, state = train(**options)
     batches = [problem.data[i] for i in range(len(problem.data))]
     found = trainer.evaluate(state, problem.data, metric_fn)
     assert found == pytest.approx(twin(trainer.params(state), batches), rel=1e-5)
@@ -254,9 +260,9 @@ def test_all_trainers_evaluate(trained, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [jaxche.FullShard(min_size=1), jaxche.HybridShard(2, min_size=1)], ids=repr)
-def test_islands_evaluate_together(trained, devices, strategy):
+def test_islands_evaluate_together(train, devices, strategy):
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
-    problem, trainer, state = trained(meshes, strategy=strategy)
+    problem, trainer, state = train(meshes, strategy=strategy)
     batches = [problem.data[i] for i in range(len(problem.data))]
     params = jax.device_get(trainer.params(state))
     assert trainer.evaluate(state, problem.data, metric_fn) == pytest.approx(twin(params, batches), rel=1e-5)
@@ -471,8 +477,8 @@ def test_an_error_has_the_batch(trained):
     assert "raised by batch 2 of the data of this evaluation" in raised.value.__notes__
 
 
-def test_programs_are_kept_for_the_functions_of_the_last_evaluations(trained):
-    problem, trainer, state = trained()
+def test_programs_are_kept_for_the_functions_of_the_last_evaluations(train):
+    problem, trainer, state = train()
     trainer.evaluate(state, problem.data, metric_fn)
     program = trainer._metric_programs[0]
     compiled = len(program._compiled)
@@ -507,8 +513,8 @@ class Changing:
         return self(params, batch)
 
 
-def test_equal_functions_share_a_program_only_for_good(trained):
-    problem, trainer, state = trained()
+def test_equal_functions_share_a_program_only_for_good(train):
+    problem, trainer, state = train()
     evaluate = functools.partial(trainer.evaluate, state, problem.data)
     assert [evaluate(Metric(scale))["scale"] for scale in (1.0, 2.0, 1.0)] == [1.0, 2.0, 1.0]
     assert len(trainer._metric_programs) == 2

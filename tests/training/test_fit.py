@@ -22,9 +22,13 @@ from jaxche.training import _fit
 from jaxche.training._state import Stop
 
 
-@pytest.fixture
-def trainer(problem, devices, lockstep):
-    return jaxche.Trainer(problem.loss, optax.adam(0.02), che=lockstep(), replicas=devices[:2])
+@pytest.fixture(scope="module")
+def trainer(make_problem, devices):
+    """Two replicas that take two steps a round each, however long a stall of this machine."""
+    che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxche.training._plan._MIN_EXTRA_MS", 60_000.0)
+        yield jaxche.Trainer(make_problem.loss, optax.adam(0.02), che=che, replicas=devices[:2])
 
 
 def test_epochs_count_from_where_the_state_is(trainer, problem):
@@ -101,7 +105,8 @@ def test_the_most_urgent_stop_counts(trainer, problem):
     assert info.stop == Stop.PREEMPTED
 
 
-def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):
+def test_dry_run_tries_everything_and_changes_nothing(problem, devices, lockstep):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), che=lockstep(), replicas=devices[:2])
     start = trainer.init(problem.params)
     state, history = trainer.fit(start, problem.data, dry_run=True)
     assert state is start
@@ -332,10 +337,10 @@ def test_epochs_of_data_without_an_end_are_refused_unless_another_limit_ends_the
 FLEET = jaxche.VirtualFleet([20.0, 50.0], sync_ms=5.0)
 
 
-@pytest.fixture
-def on_fleet(problem, devices):
-    trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), replicas=devices[:2], fleet=FLEET)
-    return trainer, trainer.init(problem.params)
+@pytest.fixture(scope="module")
+def on_fleet(make_problem, devices):
+    trainer = jaxche.Trainer(make_problem.loss, optax.adam(0.02), replicas=devices[:2], fleet=FLEET)
+    return trainer, trainer.init(make_problem().params)
 
 
 def evaluated(history):
