@@ -90,7 +90,7 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
 
     def run(trainer, callbacks=(), **options):
         state = trainer.init(problem.params, model_state)
-        return trainer.fit(state, problem.data, epochs=5, progress=False, callbacks=callbacks, **options)
+        return trainer.fit(state, problem.data, epochs=3, progress=False, callbacks=callbacks, **options)
 
     first, second = make(), make()
     state, history = run(first)
@@ -175,12 +175,9 @@ def test_islands_go_on_bit_for_bit_and_as_devices(make_islands, others, tmp_path
         close(*(jax.device_get(plain(s)[0][:2]) for s in (found, undisturbed)), rtol=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [("uneven", "one"), ("one", "uneven")], ids=" to ".join)
-def test_noise_goes_on_in_islands_of_another_number(devices, tmp_path, same, order):
-    rng = np.random.default_rng(0)
-    data = jaxche.Batches(rng.normal(size=(64, 8)).astype(np.float32), 8)
-    params = {"w": rng.normal(size=(8, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
+@pytest.fixture(scope="module")
+def with_noise(devices):
+    """The trainer of one island, or of two of different sizes, that measures noise; made once."""
     strategy = ShardGradOp(min_size=1)
     islands = {
         "one": [strategy.mesh(devices[:2])],
@@ -198,8 +195,18 @@ def test_noise_goes_on_in_islands_of_another_number(devices, tmp_path, same, ord
             base_batch_size=4,
         )
 
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("uneven", "one"), ("one", "uneven")], ids=" to ".join)
+def test_noise_goes_on_in_islands_of_another_number(with_noise, tmp_path, same, order):
+    rng = np.random.default_rng(0)
+    data = jaxche.Batches(rng.normal(size=(64, 8)).astype(np.float32), 8)
+    params = {"w": rng.normal(size=(8, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
+
     def run(replicas, epochs):
-        trainer = make(replicas)
+        trainer = with_noise(replicas)
         state, _ = trainer.fit(trainer.init(params), data, epochs, progress=False, checkpoints=tmp_path)
         return trainer, state
 
