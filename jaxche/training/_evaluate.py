@@ -67,8 +67,9 @@ class Source:
         self._lock, self._stopped = threading.Lock(), False
         self.owned = owned  # whether this process combines the results
         batches = iter(batches)
-        self.first = next(batches, None)
-        self._batches = itertools.chain([] if self.first is None else [self.first], batches)
+        ahead = list(itertools.islice(batches, 1))
+        self.first = ahead[0][1] if ahead else None
+        self._batches = itertools.chain(ahead, batches)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while True:
@@ -235,8 +236,7 @@ def evaluate(
         sources = _sources(group, data, size, parts, errors)
         for rank, placement, local in engine.here(state.local_states):
             if rank in sources:
-                _, first = sources[rank].first
-                program.compiled(placement, local, first)
+                program.compiled(placement, local, sources[rank].first)
     if len(set(sizes := group.all_gather(size))) > 1:
         raise ValueError(f"processes evaluate different numbers of batches ({sizes}); give the same data to all")
     found: dict[int, Result] = {}
@@ -310,10 +310,11 @@ def _sources(
     read, own, found = reading(sequence_of(data, 0)), group.process_index, {}
     for part in parts:
         if own in part.processes and part.batches:
+            owned = own == part.processes[0]
             batches = ((index, read(index)) for index in part.batches)
             if len(part.processes) > 1:
                 batches = _read_together(part.batches, read, errors)
-            found |= dict.fromkeys(part.ranks, Source(batches, owned=own == part.processes[0]))
+            found |= dict.fromkeys(part.ranks, Source(batches, owned))
     return found
 
 

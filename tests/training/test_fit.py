@@ -140,6 +140,15 @@ def test_what_an_evaluation_would_refuse_is_refused_before_the_first_step(traine
     assert "raised by the first batch of validation data, before the first step" in caught.value.__notes__
 
 
+def test_validation_that_is_an_iterator_in_the_form_of_a_sequence_is_refused_by_name(trainer, problem):
+    class Ended(list):
+        def __getitem__(self, i):
+            return next(iter(()))
+
+    with pytest.raises(ValueError, match=r"data\[0\] raised StopIteration"):
+        trainer.fit(trainer.init(problem.params), problem.data, validation=Ended([1]), progress=False)
+
+
 def test_a_dry_run_refuses_validation_without_batches(trainer, problem):
     empty = jaxche.Stream(lambda epoch: iter([]))
     with pytest.raises(ValueError, match="the data set is empty; give at least one batch"):
@@ -329,7 +338,7 @@ def test_epochs_of_data_without_an_end_are_refused_unless_another_limit_ends_the
     for given, epochs in ({"epochs": 3}, 3), ({}, 1):
         refused = rf"epochs={epochs}, .* 9,223,.* leave out \.repeat\(\), or write max_steps=1000"
         with pytest.raises(ValueError, match=refused):
-            trainer.fit(start, Repeated(), progress=False, **given)
+            trainer.fit(start, Repeated(), callbacks=[lambda state, info: True], progress=False, **given)
     state, _ = trainer.fit(start, Repeated(), epochs=3, max_steps=20, progress=False)
     assert state.steps == 20
 
