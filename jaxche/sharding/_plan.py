@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import is_float
+from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import whole_number
 from jaxche.messages import brief
 from jaxche.sharding._checks import batch_size as rows_of
@@ -95,7 +95,8 @@ def plan(
         batch_size = whole_number("batch_size", batch_size, 1, "batch_size=64, the rows on all devices")
     step = _traced(make)
     parts = len(devices) * accumulate
-    rows = batch_size or math.ceil(rows_of(step.batch) / parts) * parts
+    rows = rows_of(step.batch)  # refuses a batch whose arrays have other numbers of rows
+    rows = batch_size or math.ceil(rows / parts) * parts
     costs = compare_strategies(
         step.loss_fn,
         step.tx,
@@ -170,7 +171,7 @@ def _parameters_step(params: Any) -> _Step:
     """A step without a model: its gradient is that of the length of the parameters."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        squares = (jnp.vdot(x, x).astype(jnp.float32) for x in jax.tree.leaves(params))
+        squares = (jnp.vdot(x, x).real.astype(jnp.float32) for x in jax.tree.leaves(params))
         return sum(squares) + 0.0 * jnp.mean(batch)
 
     note = "without activations, as there are no inputs; with Adam"
@@ -222,4 +223,4 @@ def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
 
 def _mean_square(output: Any) -> Any:
     floats = [x for x in jax.tree.leaves(output) if is_float(x)]
-    return sum((jnp.mean(jnp.square(x.astype(jnp.float32))) for x in floats), jnp.float32(0.0))
+    return sum((jnp.mean(jnp.square(jnp.abs(x.astype(sum_dtype(x.dtype))))) for x in floats), jnp.float32(0.0))

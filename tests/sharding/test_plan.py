@@ -104,6 +104,20 @@ def test_nothing_is_computed(devices):
     assert costs.explanations[0].whole["params"] == 1 << 40
 
 
+def test_complex_parameters_and_outputs(devices):
+    kernel = nn.Dense(4, param_dtype=np.complex64)
+    for make in (lambda: {"w": jnp.ones((8, 4), np.complex64)}, lambda: (kernel, X)):
+        assert plan(make, devices=devices[:2], **TWO).explanations[0].whole["params"] >= 8 * 8 * 4
+
+
+def test_rows_of_an_example_are_those_of_all_its_arrays(devices):
+    """Also where ``batch_size`` replaces them: a step would refuse such a batch."""
+    params = {"w": jnp.zeros((64, 32))}
+    for y, message in ((np.float32(3), r"\['y'\] is a scalar"), (np.zeros(3), "axes of a batch differ")):
+        with pytest.raises(ValueError, match=message):
+            plan(lambda y=y: (loss_fn, optax.sgd(0.1), params, {"x": X, "y": y}), devices=devices[:2], batch_size=8)
+
+
 def test_a_model_with_boxed_parameters(devices):
     boxed = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("in", "out")))
     plain, own = (plan(lambda model=model: (model, X), devices=devices[:2], **TWO) for model in (nn.Dense(4), boxed))
