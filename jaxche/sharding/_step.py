@@ -334,6 +334,8 @@ class _Programs:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
     def _init(self, params: Any, model_state: Any) -> ShardedState:
+        # Steps return no weakly typed arrays, such as those of Python numbers, and would be compiled again for them.
+        params, model_state = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (params, model_state))
         return ShardedState(params, self._tx.init(params), model_state, jnp.zeros((), jnp.int32))
 
     def _step(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:

@@ -272,6 +272,31 @@ def test_one_program_serves_every_step(devices, problem):
     assert len(traces) == first
 
 
+def test_parameters_of_python_numbers_take_one_program_too(devices):
+    traces = []
+
+    def loss(params, batch, model_state):
+        traces.append(1)
+        return jnp.mean(batch * params["scale"]), ({}, model_state)
+
+    step = jaxche.sharded_step(loss, optax.adam(0.1), jaxche.NoShard(), jaxche.NoShard().mesh(devices[:2]))
+    for params in ({"scale": 0.5}, lambda: {"scale": 0.5}):
+        state = step.init(params, lambda: {"seen": 1.0})
+        state, _ = step(state, np.ones(2, np.float32))
+        first = len(traces)
+        step(state, np.ones(2, np.float32))
+        assert len(traces) == first
+
+
+def test_a_loss_may_put_python_numbers_into_the_model_state(devices):
+    def loss(params, batch, model_state):
+        return jnp.mean(batch * params), ({}, {"rate": 0.5, "seen": 3})
+
+    step = jaxche.sharded_step(loss, optax.sgd(0.1), jaxche.NoShard(), jaxche.NoShard().mesh(devices[:2]))
+    state, _ = step(step.init(jnp.ones(()), {"rate": 0.0, "seen": 0}), np.ones(2, np.float32))
+    assert jax.tree.map(float, state.model_state) == {"rate": 0.5, "seen": 3.0}
+
+
 class Transformer(nn.Module):
     """A transformer with a vocabulary that no number of devices divides."""
 
