@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from jaxche.averaging import in_buckets
+from jaxche.averaging import in_buckets, split_like
 from jaxche.sharding._strategy import SHARD, Layout, Leaf
 
 # A collective synchronises all devices, however small the array; a bucket of leaves shares one, at the price of two
@@ -51,10 +51,9 @@ def all_gather(layout: Layout, tree: Any) -> Any:
 
     def of_bucket(leaves: list[Leaf], slices: list[Any]) -> list[Any]:
         rows = lax.all_gather(jnp.concatenate([x.ravel() for x in slices]), SHARD)
-        parts = jnp.split(rows, np.cumsum([x.size for x in slices])[:-1], axis=1)
+        parts = jax.vmap(lambda row: split_like(row, slices))(rows)
         return [
-            jnp.moveaxis(part.reshape(count, *x.shape), 0, _axis(leaf)).reshape(leaf.shape)
-            for leaf, x, part in zip(leaves, slices, parts, strict=True)
+            jnp.moveaxis(part, 0, _axis(leaf)).reshape(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)
         ]
 
     def of_leaf(leaf: Leaf, x: Any) -> Any:
@@ -77,8 +76,7 @@ def reduce_scatter(layout: Layout, tree: Any) -> Any:
         pieces = [_cut(leaf, x, count) for leaf, x in zip(leaves, arrays, strict=True)]
         rows = jnp.concatenate([x.reshape(count, -1) for x in pieces], axis=1)
         summed = from_real(lax.psum_scatter(as_real(rows), SHARD), rows)
-        parts = jnp.split(summed, np.cumsum([x.size // count for x in pieces])[:-1])
-        return [part.reshape(x.shape[1:]) for part, x in zip(parts, pieces, strict=True)]
+        return split_like(summed, [x[0] for x in pieces])
 
     def of_leaf(leaf: Leaf, x: Any) -> Any:
         return from_real(lax.psum_scatter(as_real(x), SHARD, scatter_dimension=_axis(leaf), tiled=True), x)
