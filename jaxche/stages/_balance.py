@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxche.averaging import is_float
 from jaxche.messages import brief
+from jaxche.sharding import check_numbers
 from jaxche.stages._stage import Stage, check_arrays, check_stage_params, cotangents, evaluate_stage
 
 Node = TypeVar("Node", bound=Hashable)
@@ -47,23 +48,25 @@ def balance_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[rang
       [range(0, 4), range(4, 6)]
     """
     line = "write e.g. jaxche.stages.balance_stages([1, 1, 2], speeds=[1, 1])"
+    found: dict[str, list[float]] = {}
     for name, values, positive in (("costs", costs, ""), ("speeds", speeds, "positive ")):
         try:
-            numbers = [float(value) for value in values]
+            found[name] = [float(value) for value in values]
         except (TypeError, ValueError):
             raise ValueError(f"{name}={brief(values)} must be a list of numbers; {line}") from None
-        if not numbers:
+        if not found[name]:
             raise ValueError(f"{name} is empty; {line}")
-        for i, value in enumerate(numbers):
-            if not math.isfinite(value) or value < 0 or (positive and value == 0):
-                raise ValueError(f"{name}[{i}]={values[i]!r} must be a {positive}number")
+        for i, number in enumerate(found[name]):
+            if not math.isfinite(number) or number < 0 or (positive and number == 0):
+                raise ValueError(f"{name}[{i}]={number:g} must be a {positive}number")
+    costs, speeds = found["costs"], found["speeds"]
     layers, stages = len(costs), len(speeds)
     if layers < stages:
         raise ValueError(
-            f"costs has {layers} layers for {stages} stages of speeds={list(speeds)}; every stage needs one: leave "
+            f"costs has {layers} layers for {stages} stages of speeds={speeds}; every stage needs one: leave "
             "the slowest devices out, or cut the model finer"
         )
-    before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
+    before = np.concatenate([[0.0], np.cumsum(costs)])
     # slowest[l]: the least time of the slowest stage so far, if the stages end before layer l.
     slowest = np.full(layers + 1, np.inf)
     slowest[0] = 0.0
@@ -107,6 +110,7 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
         raise ValueError(f"stages={brief(stages)} is no list of functions; write e.g. [f0, f1] with f(params, x)")
     check_stage_params(params, len(stages))
     check_arrays(params, "params")
+    check_numbers(batch)
     check_arrays(batch, "batch")
     costs, x = [], batch
     for index, (call, tree) in enumerate(zip(stages, params, strict=True)):

@@ -38,6 +38,11 @@ def test_no_cut_is_better(costs, speeds):
     assert slowest(costs, speeds, stages) == pytest.approx(best, rel=1e-9)
 
 
+def test_costs_and_speeds_may_be_anything_that_yields_numbers():
+    costs, speeds = {"first": 1, "second": 2, "third": 3}, (1.0 for _ in range(2))
+    assert jaxche.stages.balance_stages(costs.values(), speeds) == [range(2), range(2, 3)]
+
+
 @pytest.mark.parametrize(
     ("costs", "speeds", "message"),
     [
@@ -99,6 +104,8 @@ def test_a_stage_whose_costs_cannot_be_measured_is_named():
         jaxche.stages.measure_costs(stages, jax.eval_shape(lambda: params), jnp.ones((2, 4)))
     with pytest.raises(ValueError, match=r"batch is the shape float32\[2, 4\] without values; give arrays"):
         jaxche.stages.measure_costs(stages, params, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    with pytest.raises(ValueError, match=r"\['s'\] of a batch is 'abc', text or objects and not numbers"):
+        jaxche.stages.measure_costs(stages, params, {"x": jnp.ones((2, 4)), "s": "abc"})
 
 
 def test_layers_cut_by_their_measured_costs_train_as_one_model(close):
