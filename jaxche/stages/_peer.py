@@ -151,9 +151,10 @@ class PeerWire(Wire):
 
     def _read(self, sock: socket.socket, stage: int) -> None:
         try:
-            while True:
-                tag, arrays = read_arrays(sock)
-                self._mailbox.put(tag, on_device(arrays, self._devices[tag.target]))
+            with jax.enable_x64(True):  # numbers of 64 bits stay such, whatever this thread's own setting
+                while True:
+                    tag, arrays = read_arrays(sock)
+                    self._mailbox.put(tag, on_device(arrays, self._devices[tag.target]))
         except Exception as error:
             self._fail(stage, error)
 

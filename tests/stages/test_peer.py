@@ -48,6 +48,13 @@ def there_and_back(wires, devices, step):
     assert (wires[0].receive(backward, LIKE, devices[0]) == step + 1).all()
 
 
+def test_numbers_of_64_bits_stay_such_between_processes(wires, devices):
+    like = jax.ShapeDtypeStruct((1,), np.float64)
+    with jax.enable_x64(True):
+        wires[0].send(TAG, jax.device_put(np.array([1 + 2**-40]), devices[0]))
+        assert wires[1].receive(TAG, like, devices[1]).tolist() == [1 + 2**-40]
+
+
 def test_a_stage_listens_at_the_address_of_the_run(wires):
     for wire in wires.values():
         assert wire._listener.address[0] == "127.0.0.1"
@@ -153,28 +160,46 @@ def test_outgoing_reports_a_closed_connection_once(pair):
 
 
 class Slow:
-    """A socket that takes its first message in two parts, and in between waits for another writer to come in."""
+    """A socket that takes its first message in two parts, and in between waits for another writer to come."""
 
     def __init__(self, sock):
         self._sock, self.begun, self.another = sock, threading.Event(), threading.Event()
-        self.disturbed = None
+        self.disturbed = False
 
     def sendmsg(self, parts):
         if self.begun.is_set():
-            self.another.set()
+            if not self.another.is_set():
+                self.disturbed = True
+                self.another.set()
             return self._sock.sendmsg(parts)
         taken = self._sock.send(parts[0][:10])
         self.begun.set()
-        self.disturbed = self.another.wait(0.5)
+        assert self.another.wait(20)
         return taken
 
     def __getattr__(self, name):
         return getattr(self._sock, name)
 
 
+class Watched:
+    """A lock that says when a thread comes while another one holds it."""
+
+    def __init__(self, came):
+        self._lock, self._came = threading.Lock(), came
+
+    def __enter__(self):
+        if self._lock.locked():
+            self._came.set()
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
 def test_stages_that_send_to_the_same_process_do_not_mix_their_messages(pair):
     slow, errors = Slow(pair[0]), []
     outgoing = Outgoing(slow, errors.append)
+    outgoing._writing = Watched(slow.another)
     trees = [jnp.full(10_000, i, jnp.float32) for i in range(2)]
     threads = [threading.Thread(target=outgoing.put, args=(Tag(i, 0, "forward", 0), trees[i])) for i in range(2)]
     threads[0].start()
