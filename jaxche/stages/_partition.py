@@ -6,6 +6,7 @@ import contextlib
 import numbers
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,15 @@ from jaxche.sharding import Device, check_numbers, check_range, check_transform,
 from jaxche.stages._program import MicroBatches, Pace, PacedProgram, StageProgram, StageSpec
 from jaxche.stages._runner import Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
-from jaxche.stages._stage import Stage, check_arrays, check_stage_params, spec, stage_key, trace_stages
+from jaxche.stages._stage import (
+    Stage,
+    check_arrays,
+    check_stage_params,
+    evaluate_stage,
+    spec,
+    stage_key,
+    trace_stages,
+)
 from jaxche.stages._wire import StageProtocol, Wire
 
 
@@ -165,9 +174,7 @@ class Partitioned:
         self._one_at_a_time = threading.Lock()
         self._update: Any = None
         self._opt_structures: dict[int, Any] = {}  # of the optimizer's states, by stage
-        self._outputs = [
-            jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
-        ]
+        self._outputs = [jax.jit(partial(_output, stage, seed)) for stage in self._stages]
         self._wire: Wire | None = None
         self._open_wire()  # fail now if the other processes or the store cannot be reached
 
@@ -347,8 +354,10 @@ class Partitioned:
                 "the parameters and make a jaxche.Partitioned without local_stages"
             )
         self._record_specs(params)
+        check_numbers(batch)
+        check_range(batch)
+        check_arrays(batch, "batch")
         x = batch
-        check_range(x)
         for stage, tree in self._place(params).items():
             x = self._outputs[stage](tree, jax.device_put(x, self.devices[stage]))
         return x
@@ -438,17 +447,21 @@ class Partitioned:
             raise
         self._next_step = step + 1
         self.peak_activations = self._by_stage({stage: result.peak for stage, result in results.items()})
-        return placed, results, self._broadcast_loss(step, results)
-
-    def _broadcast_loss(self, step: int, results: dict[int, StageResult]) -> Any:
-        """The loss, which the process of the last stage publishes to all others."""
+        # The process of the last stage publishes the loss to all others.
         last = len(self._stages) - 1
         if last not in results:
-            return jnp.float32(self._open_wire().read_loss(step))
+            return placed, results, jnp.float32(self._open_wire().read_loss(step))
         loss = results[last].loss
         if len(results) <= last:
             self._open_wire().publish(step, float(loss))
-        return loss
+        return placed, results, loss
+
+
+def _output(stage: Stage, seed: int, params: Any, x: Any) -> Any:
+    """The output of a stage in step 0; an input that it does not accept is refused with the name of the stage."""
+    key = stage_key(seed, 0, stage.index, 0)
+    evaluate_stage(stage, params, x, key)
+    return stage(params, x, key)
 
 
 def _check_protocol(protocol: Any) -> None:

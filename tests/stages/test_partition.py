@@ -108,8 +108,9 @@ def test_shapes_compile_the_programs_of_the_arrays_and_are_refused_in_their_plac
         partitioned.value_and_grad(params, model.batch)
     with pytest.raises(ValueError, match=rf"params\[0\]\[.* {given}"):
         partitioned.apply(params, model.batch)
-    with pytest.raises(ValueError, match=rf"batch\[.* {given}"):
-        partitioned.value_and_grad(model.params, batch)
+    for call in (partitioned.value_and_grad, partitioned.apply):
+        with pytest.raises(ValueError, match=rf"batch\[.* {given}"):
+            call(model.params, batch)
 
 
 def test_schedules_give_the_same_gradients_bit_for_bit(make_model, same):
@@ -426,8 +427,9 @@ def test_errors_of_all_calls_end_in_the_line_of_the_call(name, make_model):
 @pytest.mark.parametrize("text", ["abc", np.array(["a", "b"])])
 def test_text_in_a_batch_is_refused(protocol, text):
     model = jaxche.Partitioned([lambda p, batch: batch["x"] * p, multiply], mean, protocol)
-    with pytest.raises(ValueError, match=r"\['s'\] of a batch is .*text or objects and not numbers"):
-        model.value_and_grad([1.0, 2.0], {"x": jnp.ones(2), "s": text})
+    for call in (model.value_and_grad, model.apply):
+        with pytest.raises(ValueError, match=r"\['s'\] of a batch is .*text or objects and not numbers"):
+            call([1.0, 2.0], {"x": jnp.ones(2), "s": text})
 
 
 def test_a_stage_that_does_not_fit_is_named_with_shapes(make_model):
@@ -446,8 +448,10 @@ def test_a_stage_that_does_not_fit_is_named_with_shapes(make_model):
     with pytest.raises(ValueError, match=structure + r".*It raised KeyError: 'hidden'"):
         make([begin, go_on, other], model.loss).value_and_grad(model.params, model.batch)
     params = [model.params[0], {"w": jnp.ones((5, 6)), "b": jnp.ones(6)}, model.params[2]]
-    with pytest.raises(ValueError, match=r"stage 1 \(go_on\) does not accept what stage 0 gives: .*float32\[12, 6\]"):
-        make(model.stages, model.loss).value_and_grad(params, model.batch)
+    both = make(model.stages, model.loss)
+    for call in (both.value_and_grad, both.apply):
+        with pytest.raises(ValueError, match=r"stage 1 \(go_on\) does not accept what stage 0 gives: .*\[12, 6\]"):
+            call(params, model.batch)
     with pytest.raises(ValueError, match=r"stage 0 \(begin\) does not accept the batch: \['x'\] float32\[12, 5\]"):
         make(model.stages, model.loss).value_and_grad(model.params, {"x": model.batch["x"]})
     with pytest.raises(ValueError, match=r"loss does not accept what the last stage gives: .*AttributeError"):
