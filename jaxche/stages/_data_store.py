@@ -153,8 +153,7 @@ class StoreWire(Wire):
         self._committed: Future | None = None
         self._failure: BaseException | None = None
         self._raised = False  # whether the failure was raised to a caller
-        self._stateless = False  # whether steps were finished without a state
-        self._deleted = -1  # the last of those steps, whose objects are being deleted
+        self._stateless: int | None = None  # the last step finished without a state, whose objects are being deleted
         self._saves = 0
 
     def send(self, tag: Tag, tree: Any) -> None:
@@ -182,7 +181,7 @@ class StoreWire(Wire):
             sent = [entry for k in sorted(self._sent) if k <= step for entry in self._sent.pop(k)]
             received = [key for k in sorted(self._received) if k <= step for key in self._received.pop(k)]
         if state is None:
-            self._stateless, self._deleted = True, step
+            self._stateless = step
             futures.wait([entry.done for entry in sent])  # the process may end after its last step
             self._raise()
         else:
@@ -221,7 +220,7 @@ class StoreWire(Wire):
         self._closed.set()
         self._uploads.shutdown()
         self._committer.shutdown()
-        if self._stateless and self._failure is None and not self._run.has_saved_state:
+        if self._stateless is not None and self._failure is None and not self._run.has_saved_state:
             # No state is left of this run: the next of its name may have other micro-batches.
             self._run.root.delete([PLAN])
         with contextlib.suppress(ConnectionError):  # a remaining hello is harmless
@@ -308,7 +307,7 @@ class StoreWire(Wire):
 
     def _wait_deleted(self, step: int) -> None:
         """Wait for the deletes of a step before its keys are used again."""
-        if step <= self._deleted:
+        if self._stateless is not None and step <= self._stateless:
             self._wait_committed()
 
     def _check(self) -> None:

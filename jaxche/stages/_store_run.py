@@ -182,8 +182,7 @@ class StoreRun:
         mine = self._read(self.stages[0])
         if mine is not None and self._written is not None and mine.nonce != self._nonce:
             return  # of a process that was started later
-        if mine is not None:
-            self.root.delete([key])
+        self.root.delete([key])
         self.root.remove_partial(lambda name: name == key)  # of an earlier start, killed while it wrote
 
     def _exchange(self) -> list[int]:

@@ -23,6 +23,7 @@ class Process:
     def __init__(self, store, stages, n_stages=3, timeout_s=20.0):
         self.run = StoreRun(Objects(store, "memory://", "run"), stages, n_stages, timeout_s)
         self._killed, self._agreed, self.error = threading.Event(), threading.Event(), None
+        self._looks = threading.Semaphore(0)  # released when it has looked for the others once more
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
@@ -40,6 +41,7 @@ class Process:
         self._agreed.set()
 
     def _pause(self, seconds):
+        self._looks.release()
         if self._killed.wait(seconds):
             raise Killed
 
@@ -51,8 +53,11 @@ class Process:
             raise self.error
         return self.run._identity
 
-    def waits(self, seconds=0.1):
-        return not self._agreed.wait(seconds)
+    def waits(self):
+        """Whether it looks five times more, and still does not know the run."""
+        while self._looks.acquire(blocking=False):
+            pass
+        return all(self._looks.acquire(timeout=20) for _ in range(5)) and not self._agreed.is_set()
 
     def kill(self):
         self._killed.set()
