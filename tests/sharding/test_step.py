@@ -26,8 +26,9 @@ def make_step(problem, name, devices, tx=None, loss=None, **knobs):
 @pytest.mark.parametrize(
     ("sizes", "optimizer", "world"),
     [
-        *((sizes, "masked_chain", world) for sizes in ("even", "odd") for world in (1, 2, 4, 8)),
+        *(("odd", "masked_chain", world) for world in (1, 2, 4, 8)),
         *(("odd", optimizer, 4) for optimizer in ("sgd", "adam")),
+        ("even", "masked_chain", 8),
     ],
 )
 def test_twenty_steps_equal_one_device(name, sizes, optimizer, world, devices, problems, close):

@@ -110,8 +110,8 @@ def test_processes_agree_or_learn_that_they_do_not(objects):
         objects.agree("plan", "5 stages")
 
 
-def test_waiting_ends_with_the_object_and_grows_in_between(objects):
-    naps = []
+def test_waiting_ends_with_the_object_and_grows_in_between():
+    objects, naps = Objects(obstore.store.MemoryStore(), "memory://", "run"), []
 
     def pause(seconds):
         naps.append(seconds)

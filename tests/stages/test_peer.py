@@ -82,7 +82,7 @@ def test_strangers_do_not_disturb_a_pipeline(wires, devices, strangers, stage):
 
     training = threading.Thread(target=train)
     training.start()
-    used = strangers(wires[stage]._listener.address, seed=stage)
+    used = strangers(wires[stage]._listener.address, hellos=2_000, seed=stage)
     done.set()
     training.join()
     assert steps[0] > 10
