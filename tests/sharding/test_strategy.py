@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +98,7 @@ def test_what_cannot_be_is_refused(make, named, devices):
         make(devices)
 
 
-def test_a_strategy_may_be_made_before_the_processes_of_a_run_meet():
+def test_a_strategy_may_be_made_before_the_processes_of_a_run_meet(run_forked):
     program = """
 import jaxche
 for cls in (jaxche.NoShard, jaxche.FullShard, jaxche.ShardGradOp, jaxche.HybridShard):
@@ -108,7 +106,7 @@ for cls in (jaxche.NoShard, jaxche.FullShard, jaxche.ShardGradOp, jaxche.HybridS
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    assert run_forked("-c", program).returncode == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"min_size": 8, "scanned": ("layers",)}])

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxche.stages import _partition
+
 
 def dense(params, x):
     return jnp.tanh(x @ params["w"] + params["b"])
@@ -131,6 +133,24 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_programs():
+    """Equal stages compile the same programs: compile them once for all tests of a module."""
+    make, made = _partition.StageProgram, {}
+
+    def cached(stage, loss, seed, device, micro, given):
+        leaves, structure = jax.tree.flatten(given)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (stage.call, stage.index, stage.remat, loss, seed, device, micro, structure, shapes)
+        if key not in made:
+            made[key] = make(stage, loss, seed, device, micro, given)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_partition, "StageProgram", cached)
+        yield
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.stages import _partition
 
 # name: (a protocol, micro-batches of a batch of 12). A new protocol joins the tests by a line here.
 PROTOCOLS = {
@@ -20,33 +19,12 @@ PROTOCOLS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def shared_programs():
-    """Protocols with micro-batches of one size compile the same programs: compile them once for all tests here."""
-    make, made = _partition.StageProgram, {}
-
-    def cached(stage, loss, seed, device, micro, given):
-        leaves, structure = jax.tree.flatten(given)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (stage.call, stage.index, stage.remat, loss, seed, device, micro, structure, shapes)
-        if key not in made:
-            made[key] = make(stage, loss, seed, device, micro, given)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_partition, "StageProgram", cached)
-        yield
-
-
-def fast(n_stages, uneven, kind, remat):
-    return n_stages == 2 or (n_stages + uneven + remat + KINDS.index(kind)) % 3 == 0
-
-
 KINDS = ("plain", "trees", "dropout")
-# Every pair of properties is in the fast ones; the rest of the product takes minutes to compile.
+# All of two stages; of three and of four together, every pair of the other properties.
 CASES = [
-    pytest.param(*case, marks=() if fast(*case) else pytest.mark.slow)
-    for case in itertools.product((2, 3, 4), (False, True), KINDS, (False, True))
+    (n_stages, uneven, kind, remat)
+    for n_stages, uneven, kind, remat in itertools.product((2, 3, 4), (False, True), KINDS, (False, True))
+    if n_stages == 2 or (n_stages + uneven + remat + KINDS.index(kind)) % 3 == 0
 ]
 
 
