@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 
+# For what is the same however parameters are cut.
+ONE_OF_EACH_MESH = ("none", "hybrid")
+
 
 def make_step(problem, name, devices, tx=None, loss=None, **knobs):
     strategy = problem.strategies[name](len(devices))
@@ -145,6 +148,7 @@ def test_numbers_depend_on_the_seed_and_the_micro_batch_alone(devices, problem):
     assert drawn_by(problem, "full", devices[:4], accumulate=2) != [first]
 
 
+@pytest.mark.parametrize("name", ONE_OF_EACH_MESH)
 def test_numbers_of_the_devices_are_those_of_keys_of_their_own(name, devices, problem):
     """All of them differ, also those of two steps, and of devices at the same place in different nodes."""
     for index, (mean, square) in enumerate(drawn_by(problem, name, devices[:4], steps=2)):
@@ -154,6 +158,7 @@ def test_numbers_of_the_devices_are_those_of_keys_of_their_own(name, devices, pr
         assert square == pytest.approx((wanted**2).mean(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ONE_OF_EACH_MESH)
 def test_model_state_goes_from_micro_batch_to_micro_batch_in_its_own_dtypes(name, devices, problem):
     def loss(params, batch, model_state):
         value, metrics = problem.loss(params, batch)
@@ -184,6 +189,7 @@ def test_low_precision_model_state_is_averaged_in_float32(devices):
     assert float(state.model_state["seen"]) == 166
 
 
+@pytest.mark.parametrize("name", ONE_OF_EACH_MESH)
 def test_the_optimizer_is_told_the_loss(name, devices, problem):
     def update(updates, state, params=None, *, value, **_):
         return updates, value
@@ -194,6 +200,7 @@ def test_the_optimizer_is_told_the_loss(name, devices, problem):
     assert float(state.opt_state[0]) == float(metrics["loss"]) > 0
 
 
+@pytest.mark.parametrize("name", ONE_OF_EACH_MESH)
 def test_model_state_is_that_of_the_joined_batch(name, devices, problem):
     """Batch statistics: means over devices, variances by the law of total variance; counters as they are."""
 
@@ -220,6 +227,7 @@ def test_model_state_is_that_of_the_joined_batch(name, devices, problem):
     assert state.model_state["count"].sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("name", ONE_OF_EACH_MESH)
 def test_variances_are_right_where_a_step_moves_the_mean_far(name, devices, problem):
     """The second moments of these features have no digits left for their variances."""
     rng = np.random.default_rng(0)
@@ -320,11 +328,15 @@ def held(tree):
     return sizes
 
 
+@pytest.fixture(scope="module")
+def transformer():
+    return jax.jit(Transformer().init)(jax.random.key(0), np.zeros((1, 6), np.int32))["params"]
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_transformer_takes_one_part_in_w_of_each_device(world, devices, problem):
-    net, tokens = Transformer(), np.zeros((1, 6), np.int32)
+def test_a_transformer_takes_one_part_in_w_of_each_device(world, devices, problem, transformer):
     step = make_step(problem, "full", devices[:world], optax.adamw(1e-3))
-    state = step.init(jax.jit(lambda: net.init(jax.random.key(0), tokens)["params"])())
+    state = step.init(transformer)
     whole = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
     sizes = held((state.params, state.opt_state))
     assert set(sizes) == set(devices[:world])

@@ -66,7 +66,7 @@ def test_nothing_keeps_a_closed_wire(wires, until):
     wire.close()
     closed = weakref.ref(wire)
     del wire
-    assert until(lambda: gc.collect() >= 0 and closed() is None)
+    assert until(lambda: closed() is None or (gc.collect() and closed() is None))  # a collection takes long in a suite
 
 
 @pytest.mark.parametrize("stage", [0, 1])
