@@ -246,7 +246,6 @@ def _pool(layout: Layout, state: Any) -> Any:
     def mean(tree: Any) -> Any:
         return jax.tree.map(lambda x: lax.pmean(x.astype(sum_dtype(x.dtype)), layout.axes) if is_float(x) else x, tree)
 
-    state = jax.tree.map(jnp.asarray, state)  # a loss function may return Python numbers in it
     means = mean(state)
     pooled = from_moments(mean(to_moments(state, means)), means)
     return jax.tree.map(lambda new, old: new.astype(old.dtype) if is_float(old) else new, pooled, state)

@@ -90,7 +90,7 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
                     "loss_fn takes model_state=, so it must return (loss, (metrics, new_model_state)); "
                     "with no metrics write: return loss, ({}, new_model_state)"
                 )
-            aux, model_state = aux
+            aux, model_state = aux[0], jax.tree.map(jnp.asarray, aux[1])  # there may be Python numbers in it
         metrics, arrays = _metrics_and_outputs(aux, outputs)
         return _loss_value(loss), (metrics, model_state, *((arrays,) if outputs else ()))
 

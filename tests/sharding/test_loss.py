@@ -15,16 +15,16 @@ from jaxche.sharding._loss import wanted_names
 @pytest.mark.parametrize(
     ("loss_fn", "wanted"),
     [
-        (lambda p, b: p * b, (6.0, ({}, "s"))),
-        (lambda p, b: (p * b, {"m": 1}), (6.0, ({"m": 1.0}, "s"))),
-        (lambda p, b, rng: p * b + rng, (16.0, ({}, "s"))),
-        (lambda p, b, model_state: (p * b, ({}, model_state + "!")), (6.0, ({}, "s!"))),
-        (lambda p, b, *, rng, model_state: (p * rng, ({"m": 2.0}, "t")), (20.0, ({"m": 2.0}, "t"))),
-        (lambda *args: args[0] * args[1], (6.0, ({}, "s"))),
+        (lambda p, b: p * b, (6.0, ({}, 7))),
+        (lambda p, b: (p * b, {"m": 1}), (6.0, ({"m": 1.0}, 7))),
+        (lambda p, b, rng: p * b + rng, (16.0, ({}, 7))),
+        (lambda p, b, model_state: (p * b, ({}, model_state + 1)), (6.0, ({}, 8))),
+        (lambda p, b, *, rng, model_state: (p * rng, ({"m": 2.0}, 5)), (20.0, ({"m": 2.0}, 5))),
+        (lambda *args: args[0] * args[1], (6.0, ({}, 7))),
     ],
 )
 def test_accepted_forms(loss_fn, wanted):
-    loss, (metrics, state) = as_loss(loss_fn)(2.0, "s", 3.0, 10.0)
+    loss, (metrics, state) = as_loss(loss_fn)(2.0, 7, 3.0, 10.0)
     assert (float(loss), ({k: float(v) for k, v in metrics.items()}, state)) == wanted
     assert loss.dtype == jnp.float32
 
