@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ Node = TypeVar("Node", bound=Hashable)
 _REPEATS = 5
 
 
-def balance_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[range]:
+def balance_stages(costs: Iterable[float], speeds: Iterable[float]) -> list[range]:
     r"""Cut a list of layers into stages, one a device, so that the slowest stage is as fast as possible.
 
     .. math:: \min_{0 = c_0 < c_1 < \dots < c_S = L} \; \max_s \frac{1}{v_s} \sum_{l = c_s}^{c_{s+1} - 1} t_l
