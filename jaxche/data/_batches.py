@@ -98,6 +98,11 @@ def reading(sequence: Any) -> Callable[[int], Any]:
     """A function that reads a batch; it copies the arrays of sources that may read the next batch into them."""
     is_own, may_reuse = type(sequence) is Batches, type(sequence) not in (list, tuple)
 
+    def own(x: Any) -> Any:
+        # A masked array, whose mask np.array would lose, is refused as a batch.
+        may_change = may_reuse and isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+        return np.array(x) if may_change else without_axes(x)
+
     def read(index: int) -> Any:
         try:
             batch = sequence[index]
@@ -107,9 +112,7 @@ def reading(sequence: Any) -> Callable[[int], Any]:
                 "data = list(iterator), or pass the iterator itself"
             ) from error
         if not is_own:
-            batch = jax.tree.map(
-                lambda x: np.array(x) if may_reuse and isinstance(x, np.ndarray) else without_axes(x), batch
-            )
+            batch = jax.tree.map(own, batch)
         if any(isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.itemsize > 4 for x in jax.tree.leaves(batch)):
             try:
                 check_range(batch)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import whole_number
-from jaxche.data._batches import checked_length
+from jaxche.data._batches import Batches, checked_length
 from jaxche.distributed import Group, process_group
 from jaxche.messages import brief, type_of
 from jaxche.sharding import batch_size, check_numbers, check_range, without_axes
@@ -53,7 +53,7 @@ class Stream:
 
         - an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
           Hugging Face dataset. It is iterated again in every epoch. If it, its ``sampler`` or its ``dataset`` has a
-          method ``set_epoch(epoch)``, that is called first.
+          method ``set_epoch(epoch)``, that is called first. :class:`Batches` are shuffled in each.
         - a function ``source(epoch)`` that returns an iterable.
         - an iterator, e.g. a generator, which has one epoch. Only the first trainer that reads it can use it: batches
           that this trainer has prefetched are for its next fit.
@@ -114,7 +114,7 @@ class Stream:
                 f"shards={self.shards!r} must be True if each process reads its own part of the data, or False if all "
                 "read the same batches"
             )
-        whole_number("prefetch", self.prefetch, 1, "prefetch=4")
+        object.__setattr__(self, "prefetch", whole_number("prefetch", self.prefetch, 1, "prefetch=4"))
         if self.resume not in ("skip", "continue"):
             raise ValueError(f"resume={self.resume!r} is unknown; write resume='skip' or resume='continue'")
 
@@ -134,6 +134,8 @@ class Stream:
 
     def iterable(self, epoch: int) -> Any:
         """The iterable of an epoch."""
+        if isinstance(self.source, Batches):
+            return self.source.epoch(epoch)
         if not _is_iterable(self.source):
             if not _is_iterable(found := self.source(epoch)):
                 raise ValueError(
@@ -148,7 +150,8 @@ class Stream:
 
 
 def _is_iterable(source: Any) -> bool:
-    return isinstance(source, Iterable) or hasattr(source, "__next__")
+    """Whether ``iter(source)`` works; of sequences without ``__iter__``, only ours are known to have batches."""
+    return isinstance(source, Iterable | Batches) or hasattr(source, "__next__")
 
 
 def is_stream(data: Any) -> bool:
@@ -163,11 +166,11 @@ def as_stream(data: Any) -> Stream:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two data are one object, or streams of one iterator, whose next batches may be read already."""
-    if one is other or not (is_stream(one) and is_stream(other)):
-        return one is other
+    """Whether two data are streams of one iterator, whose next batches may be read already."""
+    if not (is_stream(one) and is_stream(other)):
+        return False
     one, other = as_stream(one), as_stream(other)
-    return one.has_one_epoch and (one.source is other.source) and one.shards == other.shards
+    return one.has_one_epoch and one.source is other.source and one.shards == other.shards
 
 
 def epoch_size(data: Any) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import Piece
-from jaxche.data._batches import SequenceReader, checked_length
+from jaxche.data._batches import SequenceReader, checked_length, reading
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 5), st.one_of(st.none(), st.integers(0, 1000)))
@@ -346,6 +346,13 @@ def test_what_failed_ahead_of_time_is_read_again_when_it_is_taken():
     data.is_down = False
     assert [reader.take((0, i)) for i in (5, 6)] == [5, 6]
     reader.close()
+
+
+def test_a_mask_of_a_batch_is_not_lost():
+    """The batch is refused for it: see tests/sharding/test_checks.py."""
+    masked = np.ma.masked_array(np.ones((4, 3)), mask=True)
+    for data in ([masked], Slow([masked])):
+        assert np.ma.is_masked(reading(data)(0))
 
 
 def test_a_grain_pipeline_is_data(devices):

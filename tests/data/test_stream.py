@@ -123,6 +123,10 @@ def test_a_wrong_argument_is_named(make, named):
         make()
 
 
+def test_small_integers_of_numpy_do_not_overflow():
+    assert 2 * jaxche.Stream([1], prefetch=np.int8(100)).prefetch == 200  # pyright: ignore[reportArgumentType]
+
+
 def test_an_iterable_is_told_the_epoch():
     class Source:
         def __init__(self, **parts):
@@ -139,6 +143,14 @@ def test_an_iterable_is_told_the_epoch():
     assert jaxche.Stream(source).iterable(5) is source
     assert source.epochs == source.sampler.epochs == source.dataset.epochs == [5]
     assert jaxche.Stream(lambda epoch: [epoch]).iterable(5) == [5]
+
+
+def test_batches_in_memory_are_a_source():
+    data = jaxche.Batches(np.arange(6), batch_size=2, seed=3)
+    for source in (data, data.epoch):
+        assert not is_stream(source)
+        for epoch in (0, 4):
+            np.testing.assert_array_equal(list(jaxche.Stream(source).iterable(epoch)), list(data.epoch(epoch)))
 
 
 class Processes(Group):
