@@ -188,11 +188,11 @@ class StreamQueue:
                     self._is_running = False
                     return
                 target, self._target = self._target, None
-            states, error, read, state = {}, None, [], None
+            start = batch = state = error = None
             try:
                 if target is not None:
-                    states = self._open(target)
-                read = [as_batch(batch) for batch in [next(self._iterator)]]
+                    start = self._open(target)
+                batch = as_batch(next(self._iterator))
                 state = self._iterator_state()
             except StopIteration:
                 pass
@@ -200,21 +200,23 @@ class StreamQueue:
                 error = e
             with self._changed:
                 if self._target is None:  # else it was read at a place that was left
-                    self._states |= {(self._epoch, taken): one for taken, one in states.items()}
-                    self._add(read, state, error)
+                    if start is not None:
+                        self._states[self._epoch, 0] = start
+                    self._add(batch, state, error)
 
-    def _add(self, read: Sequence[Any], state: Any, error: BaseException | None) -> None:
+    def _add(self, batch: Any, state: Any, error: BaseException | None) -> None:
+        """Add what was read: a batch, the end of the epoch if it is None, or an error."""
         if error is not None:
             self._error = error
-        elif not read:
+        elif batch is None:
             self._length = self._next
         else:
             index, self._next = self._next, self._next + 1
             if index == 0:
-                self.first = read[0]
+                self.first = batch
             if state is not None:
                 self._states[self._epoch, self._next] = state
-            self._batches[index] = read[0]
+            self._batches[index] = batch
             if index < self._round_end:
                 self._drop_unused(index)
         self._changed.notify_all()
@@ -227,19 +229,17 @@ class StreamQueue:
             return copy.deepcopy(self._iterable.state_dict())
         return None
 
-    def _open(self, place: Place) -> dict[int, Any]:
+    def _open(self, place: Place) -> Any:
         """Open an epoch at a place in it, on the thread; returns the state of an iterator that can be read once."""
         iterable = self.stream.iterable(place.epoch)
         if iterable is self._read_once:
             self._open_again(iterable, place)
-            return {}
+            return None
         self._iterable, self._iterator = iterable, iter(iterable)
         self._read_once = iterable if hasattr(iterable, "__next__") else None
         if place.taken:
             self._restore(place)
-        elif self._read_once is not None and hasattr(iterable, "get_state"):
-            return {0: self._iterator_state()}
-        return {}
+        return None if place.taken or self._read_once is None else self._iterator_state()
 
     def _restore(self, place: Place) -> None:
         """Go to a place in the epoch that was opened."""

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -148,28 +147,28 @@ def test_replicas_take_every_batch_once_in_order_within_the_bound(length, rounds
     queue.close()
 
 
-def settled(source, reads, seconds=0.3):
+def settled(queue, reads):
     """Whether the source is read so often, however late, and not read on."""
+    source = queue.stream.source
     while len(source.reads) < reads:
         if not source.has_read.wait(20):
             return False
         source.has_read.clear()
-    time.sleep(seconds)
+    queue._pool.submit(int).result(20)  # after all that its one thread has to read
     return len(source.reads) == reads
 
 
 def test_no_more_batches_wait_than_the_bound(queue):
-    source = Source()
-    one = queue(source, prefetch=2)
+    one = queue(Source(), prefetch=2)
     one.seek(Place(0, 0))
     slow, fast = one.start([steps([0, 2, 4, 6]), steps([1, 3, 5, 7])], 8)
-    assert settled(source, 4)
+    assert settled(one, 4)
     slow, fast = iter(slow), iter(fast)
     assert ids(itertools.islice(fast, 2)) == [1, 3]
-    assert settled(source, 6)
+    assert settled(one, 6)
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(lambda: ids(fast))  # 5 is there; 7 comes once the slow one has taken some of 0, 2, 4, 6
-        assert settled(source, 7)
+        assert settled(one, 7)
         assert not later.done()
         assert ids(slow) == [0, 2, 4, 6]
         assert later.result() == [5, 7]
@@ -404,13 +403,16 @@ def test_what_is_no_batch_is_an_error_of_the_source(queue):
         one.next_batches(1)
 
 
-def test_a_stop_ends_the_wait_for_batches_that_a_failed_replica_does_not_take(queue):
-    one = queue(Source(), prefetch=1)
+def test_a_stop_ends_the_wait_for_batches_that_a_failed_replica_does_not_take(queue, monkeypatch):
+    one, waiting = queue(Source(), prefetch=1), threading.Event()
     one.seek(Place(0, 0))
     failed, other = one.start([steps([0, 1, 2]), steps([3])], 4)
+    assert settled(one, 2)
+    wait_for = one._changed.wait_for
+    monkeypatch.setattr(one._changed, "wait_for", lambda condition: [waiting.set(), wait_for(condition)])
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(lambda: ids(other))
-        time.sleep(0.1)
+        assert waiting.wait(10)
         assert not waits.done()
         failed.stop()
         assert waits.result() == []
