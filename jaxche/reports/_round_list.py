@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
+from jaxche.messages import brief
 from jaxche.reports._round_info import RoundInfo
 
 # A round takes 2.6 KB, and its bytes 0.34. To make it again takes 2 µs, so shorter runs are not packed.
@@ -52,6 +53,11 @@ class RoundList(list[RoundInfo]):
         self.extend(rounds)
 
     def append(self, info: RoundInfo) -> None:
+        if not isinstance(info, (RoundInfo, _Packed)):
+            raise ValueError(
+                f"a history is a list of RoundInfo, and {brief(info)} is none; to read a file write "
+                "jaxche.History.from_json(Path('history.jsonl'))"
+            )
         super().append(info)
         if len(self) > UNPACKED:
             place = len(self) - 1 - UNPACKED

@@ -111,6 +111,14 @@ def test_rounds_are_equal_to_their_copies(round_info):
     assert info != "a round"
 
 
+def test_what_is_no_round_is_refused():
+    for rounds, shown in (([1], "1"), ("history.jsonl", "'h'")):
+        with pytest.raises(ValueError, match=rf"a list of RoundInfo, and {shown} is none; .*History\.from_json\(Path"):
+            History(rounds)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"and \{'round': 0\} is none"):
+        History().append({"round": 0})  # pyright: ignore[reportArgumentType]
+
+
 def test_invalid_file():
     with pytest.raises(ValueError, match="line 1"):
         History.from_json('{"step": 3}\n')
