@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxche.averaging import MERGE_RULES, merge_weights
-from jaxche.cadence import ElChe, whole_number
-from jaxche.messages import aligned, html_table, per_rank
+from jaxche.cadence import ElChe, finite_number, whole_number
+from jaxche.messages import aligned, brief, html_table, per_rank
+from jaxche.reports._every import positive
 from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
 
@@ -89,7 +92,7 @@ class Advice:
         """The arguments of the trainer for the best choice; empty if the current counts are the best."""
         if self.best.counts == self.now.counts:
             return ""
-        ranks = [rank for rank, n in enumerate(self.best.counts) if n]
+        ranks = _ranks(self.best)
         if len(ranks) == 1:
             return f"replicas=[devices[{ranks[0]}]]"
         part = "" if len(ranks) == len(self.best.counts) else f"replicas=[devices[r] for r in {ranks}], "
@@ -105,9 +108,8 @@ class Advice:
         text = f"gradient noise scale {_short(self.noise)} examples: "
         if len(self.best.counts) == 1:
             return f"{text}no multiple of the batch of {_short(self.now.batch)} is better at the same examples a second"
-        ranks = [rank for rank, n in enumerate(self.best.counts) if n]
-        alone = len(ranks) == 1
-        text += f"rank {ranks[0]} alone " if alone else f"{_by_rank(self.best.counts)} steps between merges "
+        ranks = _ranks(self.best)
+        text += f"{_by_rank(self.best.counts)} steps between merges " if len(ranks) > 1 else f"rank {ranks[0]} alone "
         if not self.line:
             return text + "(as now) reach a target as soon as any"
         return text + f"should reach a target {self.speedup:.2f} times as soon as {_by_rank(self.now.counts)}"
@@ -118,16 +120,16 @@ class Advice:
         The counts of all replicas, doubled from row to row, the best choice for each smaller number of replicas, the
         current choice and the best one.
         """
-        whole = max(_used(choice) for choice in self.choices)
+        whole = max(len(_ranks(choice)) for choice in self.choices)
         shown, least = [], 0
         for choice in self.choices:
-            if _used(choice) == whole and min(n for n in choice.counts if n) >= least:
+            if len(_ranks(choice)) == whole and min(n for n in choice.counts if n) >= least:
                 least = 2 * min(n for n in choice.counts if n)
                 shown.append(choice)
-        for used in sorted({_used(choice) for choice in self.choices} - {whole}):
-            shown.append(max((c for c in self.choices if _used(c) == used), key=lambda c: c.goodput))
+        for used in sorted({len(_ranks(choice)) for choice in self.choices} - {whole}):
+            shown.append(max((c for c in self.choices if len(_ranks(c)) == used), key=lambda c: c.goodput))
         order = {choice.counts: choice for choice in (*shown, self.now, self.best)}
-        ordered = sorted(order.values(), key=lambda c: (-_used(c), sum(c.counts)))
+        ordered = sorted(order.values(), key=lambda c: (-len(_ranks(c)), sum(c.counts)))
         notes = {self.now.counts: "now"}
         notes[self.best.counts] = ", ".join(filter(None, [notes.get(self.best.counts), "soonest"]))
         return [asdict(choice) | {"note": notes.get(choice.counts, "")} for choice in ordered]
@@ -162,8 +164,9 @@ def _by_rank(counts: Sequence[float]) -> str:
     return per_rank(counts, "{:g}")
 
 
-def _used(choice: Choice) -> int:
-    return sum(n > 0 for n in choice.counts)
+def _ranks(choice: Choice) -> list[int]:
+    """The replicas that a choice uses."""
+    return [rank for rank, n in enumerate(choice.counts) if n]
 
 
 def _short(value: float) -> str:
@@ -256,26 +259,27 @@ def advise(
       write: policy="cadence", average="gradients", che=jaxche.ElChe(world_size=2, anchor=2, max_anchor=2)
     """
     for name, value, allowed in (("average", average, ("parameters", "gradients")), ("merge", merge, MERGE_RULES)):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
-    times = [float(t) for t in ms_per_batch]
-    if not times or len(now) not in (0, len(times)):
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"{name}={brief(value)} is unknown; write one of {', '.join(map(repr, allowed))}")
+    is_listed = np.ndim(ms_per_batch) == np.ndim(now) == 1 and len(ms_per_batch) > 0
+    if not is_listed or len(now) not in (0, len(ms_per_batch)):
         raise ValueError(
             f"ms_per_batch={ms_per_batch!r} and now={now!r} need one entry for each replica; write e.g. "
             "ms_per_batch=[20.0, 50.0], now=(5, 2)"
         )
-    if len(now) and not (all(math.isfinite(n) and n >= 0 for n in now) and any(now)):
+    noise = finite_number("noise", noise, "noise=960.0", least=0)
+    sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0", least=0)
+    base_batch_size = positive("base_batch_size", base_batch_size, "base_batch_size=32", whole=False)
+    batch_size = positive("batch_size", batch_size, "batch_size=32", whole=False)
+    line = "ms_per_batch=[20.0, 50.0]"
+    times = [positive(f"ms_per_batch[{rank}]", ms, line, whole=False) for rank, ms in enumerate(ms_per_batch)]
+    for rank, steps in enumerate(now):
+        finite_number(f"now[{rank}]", steps, "now=(5, 2)", least=0)
+    if len(now) and not any(now):
         raise ValueError(f"now={now!r} must be steps of each replica, at least one in all; write e.g. now=(5, 2)")
     max_anchor = whole_number("max_anchor", max_anchor, 1, "max_anchor=200")
     if max_batches is not None:
         max_batches = whole_number("max_batches", max_batches, 1, "max_batches=len(data)")
-    numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size}
-    for name, value in (numbers | {f"ms_per_batch[{i}]": t for i, t in enumerate(times)}).items():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value!r} must be finite and greater than 0")
-    for name, value in (("noise", noise), ("sync_ms", sync_ms)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value!r} must be finite and at least 0")
 
     def choice(counts: Sequence[float]) -> Choice:
         examples = batch_size * sum(counts)
