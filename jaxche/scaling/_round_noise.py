@@ -55,7 +55,6 @@ def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale
     # Not finite, too, if no replica had two batches.
     sqr, trace = estimates.sqr / estimates.weight, estimates.trace / estimates.weight
     active = estimates.preconditioned > 0
-    alike = ~active | (estimates.preconditioned == estimates.weight)
     return add_estimate(
         noise,
         sqr,
@@ -63,8 +62,8 @@ def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale
         grads=noise.previous,
         examples=estimates.examples,
         contributors=estimates.contributors,
-        usable=alike & jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace)),
         preconditioned=active,
+        alike=~active | (estimates.preconditioned == estimates.weight),
     )
 
 
@@ -82,6 +81,5 @@ def update_from_one(noise: NoiseScale, grads: Any, batch_size: Any, *, opt_state
         grads=grads,
         examples=examples,
         contributors=jnp.float32(1),
-        usable=jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace)),
         preconditioned=active,
     )

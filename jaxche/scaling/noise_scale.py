@@ -408,7 +408,6 @@ def update_from_sums(noise: NoiseScale, sums: Sums, mean_grads: Any, *, opt_stat
     if noise.previous is not None:
         alone = difference(noise, mean_grads, factors, sums.examples)
         sqr, trace = (jnp.where(several, x, y) for x, y in zip((sqr, trace), alone, strict=True))
-    finite = jnp.all(jnp.isfinite(mean_squares)) & jnp.all(jnp.isfinite(sums.squares)) & (sums.contributors >= 1)
     return add_estimate(
         noise,
         sqr,
@@ -416,7 +415,6 @@ def update_from_sums(noise: NoiseScale, sums: Sums, mean_grads: Any, *, opt_stat
         grads=mean_grads,
         examples=sums.examples,
         contributors=sums.contributors,
-        usable=finite,
         preconditioned=active,
     )
 
@@ -504,11 +502,15 @@ def add_estimate(
     grads: Any,
     examples: jax.Array,
     contributors: jax.Array,
-    usable: jax.Array,
     preconditioned: jax.Array,
+    alike: jax.Array | bool = True,
 ) -> NoiseScale:
-    """The noise scale after an estimate from so many contributors; a single one's is of two gradients."""
+    """The noise scale after an estimate from so many contributors; a single one's is of two gradients.
+
+    Nothing changes if the estimate is not finite, or not of gradients that are ``alike``.
+    """
     several = contributors >= 2
+    usable = alike & jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace))
     measured = several if noise.previous is None else several | noise.has_previous
     steps = jnp.where(several | (noise.previous is None), jnp.float32(1), jnp.float32(2))
     base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, examples / contributors)
