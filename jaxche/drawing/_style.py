@@ -95,7 +95,7 @@ def logarithmic(axis: Any) -> None:
     low, high = axis.get_data_interval()
     wide = 0 < low < high < np.inf and high / low > _DECADES
     axis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5), numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if 1e3 <= value < 1e7 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
