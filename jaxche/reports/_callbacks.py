@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,7 @@ class profile:
     """
 
     def __init__(self, folder: str | Path, rounds: Sequence[int] = range(5, 8)):
-        numbers = list(rounds)
+        numbers = list(rounds) if isinstance(rounds, Iterable) else []
         if not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)) or numbers[0] < 1:
             raise ValueError(f"rounds={rounds!r} must be rounds from 1, one after another; write rounds=range(5, 8)")
         process = f"process{jax.process_index()}" if jax.process_count() > 1 else ""

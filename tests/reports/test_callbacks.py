@@ -128,7 +128,7 @@ def test_a_finished_run_that_is_resumed_is_not_logged_again(problem, devices, tm
     assert rounds == list(range(length, longer))
 
 
-@pytest.mark.parametrize("rounds", [range(2), [], [3, 5]])
+@pytest.mark.parametrize("rounds", [range(2), [], [3, 5], 5])
 def test_invalid_rounds(rounds, tmp_path):
     with pytest.raises(ValueError, match="from 1, one after another"):
         jaxche.reports.profile(tmp_path, rounds=rounds)
@@ -149,8 +149,6 @@ class Screen:
 
 
 def test_live_plot_updates_one_figure(problem, devices, monkeypatch):
-    import optax
-
     screen = Screen()
     monkeypatch.setattr("jaxche.reports._callbacks._notebook_display", lambda: screen.display)
     monkeypatch.setattr(_callbacks, "_DRAWING", 1.0)
