@@ -165,8 +165,11 @@ class Batches:
             for path, leaf in jax.tree.leaves_with_path(self.arrays)
         }
         if len(set(sizes.values())) != 1 or () in sizes.values():
-            listed = ", ".join(f"{name}: {size[0] if size else 'scalar'}" for name, size in sizes.items())
-            raise ValueError(f"arrays must share one leading axis of examples; got {listed or 'no arrays'}")
+            # A list is a tree of its numbers.
+            line = "; write np.array(x) for a list x of numbers" if () in sizes.values() else ""
+            listed = [f"{name}: {size[0] if size else 'scalar'}" for name, size in sizes.items()]
+            shown = ", ".join([*listed[:8], *["..."] * (len(listed) > 8)])
+            raise ValueError(f"arrays must share one leading axis of examples; got {shown or 'no arrays'}{line}")
         if self._examples == 0:
             raise ValueError("arrays hold no examples: the data set is empty")
         object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, 1, "batch_size=32"))

@@ -82,6 +82,7 @@ def test_indices_are_those_of_a_list():
     [
         (({"x": np.ones(3), "y": np.ones(4)}, 2), r"\['x'\]: 3, \['y'\]: 4"),
         (({"x": np.float32(1)}, 2), "scalar"),
+        (({"x": np.ones(20), "y": list(range(20))}, 2), r"\['y'\]\[6\]: scalar, \.\.\.; write np\.array\(x\)"),
         (({}, 2), "no arrays"),
         ((np.ones((0, 3)), 2), "data set is empty"),
         ((np.ones(3), 0), "batch_size=0"),
