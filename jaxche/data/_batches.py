@@ -197,6 +197,9 @@ class Batches:
     def __len__(self) -> int:
         return -(-self._examples // self.batch_size)
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, i: SupportsIndex | slice) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(len(self))[i]]

@@ -150,8 +150,7 @@ class Stream:
 
 
 def _is_iterable(source: Any) -> bool:
-    """Whether ``iter(source)`` works; of sequences without ``__iter__``, only ours are known to have batches."""
-    return isinstance(source, Iterable | Batches) or hasattr(source, "__next__")
+    return isinstance(source, Iterable) or hasattr(source, "__next__")
 
 
 def is_stream(data: Any) -> bool:

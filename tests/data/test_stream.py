@@ -124,7 +124,7 @@ def test_a_wrong_argument_is_named(make, named):
 
 
 def test_small_integers_of_numpy_do_not_overflow():
-    assert 2 * jaxche.Stream([1], prefetch=np.int8(100)).prefetch == 200  # pyright: ignore[reportArgumentType]
+    assert 2 * jaxche.Stream([1], prefetch=np.int8(100)).prefetch == 200
 
 
 def test_an_iterable_is_told_the_epoch():

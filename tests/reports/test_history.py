@@ -114,9 +114,9 @@ def test_rounds_are_equal_to_their_copies(round_info):
 def test_what_is_no_round_is_refused():
     for rounds, shown in (([1], "1"), ("history.jsonl", "'h'")):
         with pytest.raises(ValueError, match=rf"a list of RoundInfo, and {shown} is none; .*History\.from_json\(Path"):
-            History(rounds)  # pyright: ignore[reportArgumentType]
+            History(rounds)
     with pytest.raises(ValueError, match=r"and \{'round': 0\} is none"):
-        History().append({"round": 0})  # pyright: ignore[reportArgumentType]
+        History().append({"round": 0})
 
 
 def test_invalid_file():
