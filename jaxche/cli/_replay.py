@@ -67,8 +67,8 @@ def replay(args: argparse.Namespace) -> None:
     os.environ.pop(PACE_MS, None)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     record = History.from_json(folder / "history.jsonl")
-    che, [options] = trainers(args, len(devices()))
-    trainer = Trainer(task.loss_fn, task.tx, che=che, **options)
+    [options] = trainers(args, len(devices()))
+    trainer = Trainer(task.loss_fn, task.tx, **options)
     print_once(f"replaying {len(record)} rounds of {folder} on {len(devices())} x {devices()[0].device_kind}")
     state, again = trainer.replay(trainer.init(*task.init(args.seed)), task.data, record)
     difference = None

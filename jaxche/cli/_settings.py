@@ -14,6 +14,7 @@ from jaxche.cli._options import flag, numbers
 # Values of options. They repeat names of other packages, because `--help` must import neither JAX nor NumPy.
 POLICIES = ("sync", "cadence", "async", "auto")
 MERGE_RULES = ("steps", "batch", "fednova")
+WIRES = ("float32", "bfloat16", "int8", "int4")
 TUNERS = ("seed", "steady", "progress")
 SCHEDULERS = ("slurm", "jobset", "mpirun")
 # Scaling rules without required arguments: the option's value, and the class in `jaxche`.
@@ -40,9 +41,9 @@ def policies(args: argparse.Namespace) -> tuple[str, ...]:
     return args.compare or (args.policy or "cadence",)
 
 
-def trainers(args: argparse.Namespace, world_size: int) -> tuple[jaxche.ElChe | None, list[dict[str, Any]]]:
-    """The :func:`cadence`, and the :func:`trainer_options` of each policy."""
-    return cadence(args, world_size), [trainer_options(args, policy) for policy in policies(args)]
+def trainers(args: argparse.Namespace, world_size: int) -> list[dict[str, Any]]:
+    """The :func:`trainer_options` of each policy."""
+    return [trainer_options(args, policy, world_size) for policy in policies(args)]
 
 
 def cadence(args: argparse.Namespace, world_size: int) -> jaxche.ElChe | None:
@@ -56,9 +57,9 @@ def cadence(args: argparse.Namespace, world_size: int) -> jaxche.ElChe | None:
     return jaxche.ElChe(world_size=world_size, **(default | given))
 
 
-def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
+def trainer_options(args: argparse.Namespace, policy: str, world_size: int) -> dict[str, Any]:
     """The trainer's arguments for one policy."""
-    given = _given(args, ("merge", "opt_state"))
+    given = _given(args, ("merge", "opt_state", "wire"))
     if policy == "auto":
         refused = list(_given(args, ("average", "scaling", *_CADENCE)))
         if refused and not args.compare:
@@ -66,7 +67,7 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
                 f"{flag(refused[0])} is of one policy, and policy auto changes between two; leave it out or write "
                 "--policy cadence or --policy sync"
             )
-        return {"policy": policy, "seed": args.seed} | given
+        return {"policy": policy, "seed": args.seed, "ema": args.ema} | given
     if policy == "sync" and (refused := list(_given(args, _CADENCE))) and not args.compare:
         raise ValueError(
             f"{flag(refused[0])} sets the length of rounds, and under policy sync each is one update; leave it out or "
@@ -86,8 +87,9 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
         raise ValueError(
             "--scaling adamscale reads optimizer states: leave out --opt-state reset or write --scaling adascale"
         )
-    scaling = {"scaling": getattr(jaxche, SCALING_RULES[args.scaling])()} if args.scaling else {}
-    return {"policy": policy, "average": average, "seed": args.seed} | scaling | given
+    scaling = getattr(jaxche, SCALING_RULES[args.scaling])() if args.scaling else None
+    own = {"average": average, "scaling": scaling, "che": cadence(args, world_size)}
+    return {"policy": policy, "seed": args.seed, "ema": args.ema} | own | given
 
 
 def saves(args: argparse.Namespace) -> bool:

@@ -20,6 +20,7 @@ from jaxche.cli._settings import (
     SCALING_RULES,
     TASKS,
     TUNERS,
+    WIRES,
     pace_argument,
     policies,
     require,
@@ -141,6 +142,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), keep them on "
         "each replica, or initialize them again",
     )
+    group.add(
+        "--wire",
+        choices=WIRES,
+        help="how a merge sends its numbers: int8 and int4 are codes of 8 and 4 bits, for slow links (default: "
+        "float32)",
+    )
     group.add_integer(
         "--anchor 4",
         "steps of the slowest replica in the first round; later rounds follow measured times (default: 1, and 2 with "
@@ -176,6 +183,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SCALING_RULES),
         help="raise the learning rate, because several replicas together train on a larger batch: linear and sqrt by "
         "its size, adascale (for SGD) and adamscale (for Adam) by the measured gradient noise (default: no scaling)",
+    )
+    group.add_number(
+        "--ema 0.05",
+        "SHARE",
+        "evaluate a moving average of the parameters, whose mean age is this part of the run, e.g. 0.05, in place of "
+        "a learning rate that falls; the parameters on file are the last ones (default: no average)",
+        least=0.001,
+        most=0.5,
     )
     group.add_integer(
         "--seed 0",

@@ -80,7 +80,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     world = len(devices())
     epochs = args.epochs or task.epochs
     try:
-        che, options = trainers(args, world)
+        options = trainers(args, world)
         paces, step_ms = _paces(args, task, start, world)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -89,8 +89,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     results, advice = [], []
     for chosen in options:
         policy = chosen["policy"]
-        # "auto" has its own cadence.
-        trainer = Trainer(task.loss_fn, task.tx, che=None if policy == "auto" else che, pace_ms=paces, **chosen)
+        trainer = Trainer(task.loss_fn, task.tx, pace_ms=paces, **chosen)
         trainer.updates_logged = True  # that line has arguments of a trainer, which are no options of this command
         averaged = f", averaging {chosen['average']}" if "average" in chosen else ""
         print_once(f"\npolicy {policy}{averaged}" if world > 1 else "\na plain training loop")

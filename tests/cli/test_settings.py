@@ -3,11 +3,11 @@
 import pytest
 
 import jaxche
-from jaxche.averaging import MERGE_RULES
+from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import TUNERS, ApplyPolicy
 from jaxche.cli import _settings
 from jaxche.cli._main import make_parser
-from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, require, trainer_options
+from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, require, trainers
 from jaxche.cluster import SCHEDULERS
 from jaxche.scaling import AdaScale
 from jaxche.training import DEFAULT_CADENCE
@@ -21,6 +21,7 @@ def test_option_values_match_the_packages():
     """`--help` lists them without importing these packages."""
     assert tuple(policy.value for policy in ApplyPolicy) == _settings.POLICIES
     assert (MERGE_RULES, tuple(TUNERS), SCHEDULERS) == (_settings.MERGE_RULES, _settings.TUNERS, _settings.SCHEDULERS)
+    assert tuple(WIRES) == _settings.WIRES
     for word, name in _settings.SCALING_RULES.items():
         assert name.lower().startswith(word)
         assert callable(getattr(jaxche, name)().lr_factor)
@@ -70,35 +71,41 @@ def test_options_become_settings():
     of_gradients = cadence(parse("--average", "gradients", "--max-batch-diff", "5"), 2)
     assert (of_gradients.tuner, of_gradients.anchor, of_gradients.overhead_target) == ("steady", 2, 0.015)
     assert policies(parse()) == ("cadence",)
-    assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
-    compared = parse("--compare", "sync,cadence", "--merge", "batch")
-    assert trainer_options(parse("--scaling", "adascale"), "cadence")["scaling"] == AdaScale()
+    default = {"average": "parameters", "scaling": None, "che": None, "seed": 0, "ema": None}
+    assert trainers(parse(), 2) == [default | {"policy": "cadence"}]
+    assert trainers(parse("--policy", "sync"), 2) == [default | {"policy": "sync", "average": "gradients"}]
+    assert trainers(parse("--scaling", "adascale"), 2) == [default | {"policy": "cadence", "scaling": AdaScale()}]
+    assert trainers(parse("--ema", "0.05"), 2) == [default | {"policy": "cadence", "ema": 0.05}]
     with pytest.raises(ValueError, match="--scaling adascale"):
-        trainer_options(parse("--scaling", "adamscale", "--opt-state", "reset"), "cadence")
-    assert "merge" not in trainer_options(compared, "sync")
-    assert trainer_options(compared, "cadence")["merge"] == "batch"
+        trainers(parse("--scaling", "adamscale", "--opt-state", "reset"), 2)
+    sync, compared = trainers(parse("--compare", "sync,cadence", "--merge", "batch", "--wire", "int4"), 2)
+    assert sync == default | {"policy": "sync", "average": "gradients"}
+    assert compared == default | {"policy": "cadence", "merge": "batch", "wire": "int4"}
+    with pytest.raises(ValueError, match="--merge and --wire acts on averaged parameters, but policy sync averages"):
+        trainers(parse("--policy", "sync", "--merge", "batch", "--wire", "int4"), 2)
 
 
 def test_sync_has_no_cadence():
     for word, value in (("anchor", "4"), ("overhead-target", "0.1"), ("tuner", "steady"), ("max-batch-diff", "4")):
         with pytest.raises(ValueError, match=f"--{word} sets the length of rounds"):
-            trainer_options(parse("--policy", "sync", f"--{word}", value), "sync")
-    compared = parse("--compare", "sync,cadence", "--anchor", "4")
-    assert trainer_options(compared, "sync")["policy"] == "sync"
+            trainers(parse("--policy", "sync", f"--{word}", value), 2)
+    sync, compared = trainers(parse("--compare", "sync,cadence", "--anchor", "4"), 2)
+    assert sync["policy"] == "sync"
+    assert compared["che"].anchor == 4
 
 
 def test_options_of_auto():
     words = ("--policy", "auto", "--merge", "fednova", "--opt-state", "local")
-    options = {"policy": "auto", "seed": 0, "merge": "fednova", "opt_state": "local"}
-    assert trainer_options(parse(*words), "auto") == options
+    options = {"policy": "auto", "seed": 0, "ema": None, "merge": "fednova", "opt_state": "local"}
+    assert trainers(parse(*words), 2) == [options]
     for word, value in (("average", "gradients"), ("scaling", "linear"), ("anchor", "4"), ("tuner", "steady")):
         with pytest.raises(ValueError, match=f"--{word} is of one policy"):
-            trainer_options(parse(*words, f"--{word}", value), "auto")
+            trainers(parse(*words, f"--{word}", value), 2)
     with pytest.raises(ValueError, match="--max-batch-diff is of one policy"):
-        trainer_options(parse("--policy", "auto", "--max-batch-diff", "4"), "auto")
+        trainers(parse("--policy", "auto", "--max-batch-diff", "4"), 2)
     # In a comparison they are of the other policies.
-    compared = parse("--compare", "auto,cadence", "--anchor", "4", "--merge", "batch")
-    assert trainer_options(compared, "auto") == {"policy": "auto", "seed": 0, "merge": "batch"}
+    auto, _ = trainers(parse("--compare", "auto,cadence", "--anchor", "4", "--merge", "batch", "--ema", "0.1"), 2)
+    assert auto == {"policy": "auto", "seed": 0, "ema": 0.1, "merge": "batch"}
 
 
 def test_packages_of_a_task_that_are_missing_are_named(monkeypatch):

@@ -121,7 +121,7 @@ def test_a_replay_with_other_parameters_says_where_and_fails(gap, tmp_path, monk
 
     task = Namespace(loss_fn=None, tx=None, data=None, init=lambda seed: (None,))
     monkeypatch.setattr(_replay, "load", lambda *given: task)
-    monkeypatch.setattr(_replay, "trainers", lambda *given: (None, [{}]))
+    monkeypatch.setattr(_replay, "trainers", lambda *given: [{}])
     monkeypatch.setattr(_replay, "Trainer", Trainer)
     monkeypatch.setattr(_replay, "read_params", lambda folder: {"kernel": np.ones(2, np.float32)})
     jaxche.History([round_info()]).to_json(tmp_path / "history.jsonl")
