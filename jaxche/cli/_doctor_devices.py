@@ -137,12 +137,14 @@ def read_driver() -> Driver:
         text = _DRIVER_FILE.read_text(encoding="utf8") if _DRIVER_FILE.exists() else ""
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
         return Driver(found[1]) if found else Driver()
-    if code:
-        return Driver(error=(output.strip().splitlines() or [f"exit code {code}"])[0])
     gpus, version = [], ""
     for line in output.strip().splitlines():
-        name, version, memory, used, mode = (word.strip() for word in line.rsplit(",", len(_FIELDS) - 1))
-        gpus.append(Gpu(name, _number(memory), _number(used), mode))
+        fields = [word.strip() for word in line.rsplit(",", len(_FIELDS) - 1)]
+        if len(fields) == len(_FIELDS):  # else a warning, as of a corrupted infoROM
+            name, version, memory, used, mode = fields
+            gpus.append(Gpu(name, _number(memory), _number(used), mode))
+    if code and not gpus:
+        return Driver(error=(output.strip().splitlines() or [f"exit code {code}"])[0])
     cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", jaxche.cluster.nvidia_smi()[1])
     return Driver(version, cuda[1] if cuda else "", tuple(gpus))
 

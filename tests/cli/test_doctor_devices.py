@@ -40,6 +40,8 @@ def test_the_driver_is_read_from_nvidia_smi(smi):
     smi((0, "NVIDIA GH200, 580.1, [N/A], [N/A], [N/A]\nA name, with a comma, 580.1, 1024, 0, Default\n"))
     assert [one.name for one in checks.read_driver().gpus] == ["NVIDIA GH200", "A name, with a comma"]
     assert checks.read_driver().gpus[0].memory == 0
+    smi((14, f"{QUERY}WARNING: infoROM is corrupted at gpu 0000:B3:00.0\n"))
+    assert checks.read_driver() == H100
 
 
 def test_without_nvidia_smi_the_driver_is_read_from_its_file(smi, tmp_path, monkeypatch):
