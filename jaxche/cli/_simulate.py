@@ -184,7 +184,7 @@ def _describe(fleet: jaxche.VirtualFleet) -> str:
 def _draw(done: jaxche.cadence.FleetRun, path: Path) -> None:
     figure = done.plot()
     formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
+    if path.suffix[1:].lower() not in formats:
         raise ValueError(f"--out {path}: the ending is none of {', '.join(formats)}; write e.g. --out fleet.png")
     with writing(path):
         figure.savefig(path, dpi=110)

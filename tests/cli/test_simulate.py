@@ -25,12 +25,12 @@ def test_ten_thousand_ranks(capsys):
 
 @pytest.mark.parametrize("option", ["-o", "--plot"])
 def test_both_tuners_and_their_plots(option, capsys, tmp_path):
-    words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", option, str(tmp_path / "fleet.png")]
+    words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", option, str(tmp_path / "fleet.PNG")]
     assert main(["simulate", *words]) == 0
     out = capsys.readouterr().out
     assert "tuner seed" in out
     assert "tuner steady" in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fleet-seed.png", "fleet-steady.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fleet-seed.PNG", "fleet-steady.PNG"]
 
 
 def test_the_same_seed_gives_the_same_fleet(capsys):
