@@ -104,8 +104,6 @@ def _run(args: argparse.Namespace) -> int:
     devices = _devices(args.devices)
     import jax.numpy as jnp
 
-    if args.memory is not None:
-        jaxche.sharding.as_bytes(args.memory)  # refuse a bad value before compiling
     if (node := args.intra_node_size) and len(devices) % node:
         fits = max(n for n in range(1, node) if len(devices) % n == 0)
         advice = f"write --intra-node-size {fits}" if fits > 1 else "leave it out"
