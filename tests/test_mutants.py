@@ -1,6 +1,7 @@
 """The list of mistakes that tests are known to notice: each still fits the code, and its test is still there."""
 
 import ast
+import functools
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,20 @@ MUTANTS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="ut
 PACKAGES = ("averaging", "cadence", "stages", "scaling", "sharding", "training")
 
 
+@functools.cache
+def read(path):
+    """The text of a file of the package, and its syntax tree as text."""
+    source = (ROOT / "jaxche" / path).read_text(encoding="utf8")
+    return source, ast.dump(ast.parse(source))
+
+
+@functools.cache
+def functions(path):
+    """The names of the functions in a file of tests."""
+    body = ast.parse((ROOT / path).read_text(encoding="utf8")).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant['file']}: {mutant['before'].split(chr(10))[0]}"
@@ -18,13 +33,11 @@ PACKAGES = ("averaging", "cadence", "stages", "scaling", "sharding", "training")
 def test_a_mutant_still_applies_and_its_test_is_there(mutant):
     """Where code has moved, write its line again in tests/mutants.toml, and run scripts/mutants.py on that file."""
     assert set(mutant) == {"file", "before", "after", "test"}
-    source = (ROOT / "jaxche" / mutant["file"]).read_text(encoding="utf8")
+    source, seen = read(mutant["file"])
     assert source.count(mutant["before"]) == 1
-    changed = source.replace(mutant["before"], mutant["after"])
-    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+    assert ast.dump(ast.parse(source.replace(mutant["before"], mutant["after"]))) != seen
     path, _, name = mutant["test"].partition("::")
-    functions = ast.parse((ROOT / path).read_text(encoding="utf8")).body
-    assert name.partition("[")[0] in {node.name for node in functions if isinstance(node, ast.FunctionDef)}
+    assert name.partition("[")[0] in functions(path)
 
 
 def test_every_package_that_computes_has_some():
