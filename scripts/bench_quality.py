@@ -238,9 +238,7 @@ class Bench:
         while True:
             mark = next((mark for mark in marks if mark > state.clock_ms), deadline)
             done = schedule_state[1]._replace(batches=optax.ScaleByScheduleState(sum(i.batches for i in history)))
-            progress = Progress(
-                self.speeds, history, state.clock_ms, deadline, float(done.decay()) if self.arm.counts else 1
-            )
+            progress = Progress(self.speeds, history, state.clock_ms, float(done.decay()) if self.arm.counts else 1)
             trainer = self.trainers[-1 if len(history) % self.arm.every == self.arm.every - 1 else 0]
             after, info = trainer.round(state, data, self._counts(progress, mark))
             # A merge in flight ends before the deadline too.

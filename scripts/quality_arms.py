@@ -22,7 +22,6 @@ class Progress(NamedTuple):
     speeds: Speeds  # ms a batch of the arm's devices
     history: Sequence[jaxche.RoundInfo]
     clock_ms: float
-    deadline_ms: float
     decay: float  # learning rate now, relative to its peak
 
 
