@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 from chaos_parts import elastic, goodput, join, restarts
+from slow_link import Link
 
 
 def main() -> int:
@@ -45,7 +46,9 @@ def main() -> int:
     parser.add_argument("--goodput", type=float, metavar="S", help="measure runs of so many seconds")
     parser.add_argument("--arms", help="those of --goodput (default: all)")
     parser.add_argument("--join-mb", type=float, metavar="MB", help="measure the transfer of a state of this size")
-    parser.add_argument("--link", metavar="RATE/ROUND_TRIP", help="of --join-mb (default: the loopback device)")
+    parser.add_argument(
+        "--link", type=Link.parse, metavar="RATE/ROUND_TRIP", help="of --join-mb (default: the loopback device)"
+    )
     args = parser.parse_args()
     kinds = args.kinds.split(",") if args.kinds else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the run and its folder

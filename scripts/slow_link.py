@@ -76,7 +76,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2], help="default 2")
     parser.add_argument("--millions", type=float, nargs="+", default=[2], help="of parameters (default 2)")
-    parser.add_argument("--links", nargs="+", default=["none", "1gbit/20ms", "100mbit/100ms"], help="rate/round trip")
+    links = [Link("none", 0.0), Link("1gbit", 20.0), Link("100mbit", 100.0)]
+    parser.add_argument("--links", nargs="+", type=Link.parse, default=links, help="rate/round trip, as 1gbit/20ms")
     arms = ", ".join(f'"{name}"' if " " in name else name for name in (BARE, *ARMS))
     parser.add_argument(
         "--arms", nargs="+", metavar="ARM", choices=[BARE, *ARMS], default=[BARE, *ARMS], help=f"default: {arms}"
@@ -118,7 +119,7 @@ def benchmark(args: argparse.Namespace) -> int:
     print(f"processes millions link          {'arm':{width}s} of free  steps ms  merge ms hidden ms     MB  loss")
     found = []
     for processes in args.processes:
-        for link in map(Link.parse, args.links):
+        for link in args.links:
             for millions in args.millions:
                 # The moments of Adam are a pass over memory; SGD leaves alone what the loss does not use.
                 pace = max(20.0, 7.5 * millions * processes if args.adam else 0.0)

@@ -151,6 +151,15 @@ def test_a_cell_that_is_none_is_refused(cell, line, monkeypatch, capsys):
     assert line in error
 
 
+@pytest.mark.parametrize(
+    ("script", "words"), [("slow_link", ["--links", "none", "1gbit/20s"]), ("chaos", ["--link", "1gbit/20s"])]
+)
+def test_a_link_that_is_none_is_refused(script, words, parse, capsys):
+    with pytest.raises(SystemExit):
+        parse(f"scripts/{script}.py", words)
+    assert "invalid parse value: '1gbit/20s'" in capsys.readouterr().err
+
+
 def test_an_unknown_arm_of_goodput_is_refused_with_the_known_ones(capsys):
     assert goodput.benchmark(1.0, ["elastc"], 15.0) == 2
     assert "--arms has elastc, which is none of undisturbed, elastic, restarts" in capsys.readouterr().out

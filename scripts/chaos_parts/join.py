@@ -19,7 +19,7 @@ TIMES, LEAVES = 5, 8
 GOAL = 2.0
 
 
-def benchmark(mb: float, link: str | None) -> int:
+def benchmark(mb: float, link: Any) -> int:
     """Print the seconds of each way; the exit code says whether the goal is reached, or 77: no such link."""
     if link is None:
         return measure(mb, "127.0.0.1", [])
@@ -27,7 +27,7 @@ def benchmark(mb: float, link: str | None) -> int:
 
     inside = ["ip", "netns", "exec"]
     try:
-        with slow_link.machines(slow_link.Link.parse(link), 2) as (here, there):
+        with slow_link.machines(link, 2) as (here, there):
             command = [*inside, here, sys.executable, __file__, "measure", str(mb), slow_link.address(0)]
             return subprocess.run([*command, *inside, there], check=False).returncode
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
