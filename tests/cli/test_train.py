@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from argparse import Namespace
 
 import numpy as np
@@ -61,21 +62,24 @@ def test_another_number_of_processes(replay, message, monkeypatch, capsys):
     assert capsys.readouterr().err == f"jaxche train: error: {message}\n"
 
 
-@pytest.mark.slow
-def test_ctrl_c_writes_no_result(monkeypatch, tmp_path, capsys):
-    def interrupt(self, state, info):
-        raise KeyboardInterrupt
+INTERRUPTED = """
+from unittest import mock
+from jaxche.cli import _worker, main
 
-    # All devices of this process are replicas, and measuring them keeps all cores busy.
-    monkeypatch.setattr("jaxche.cli._worker._PROBE_S", 0.1)
-    monkeypatch.setattr("jaxche.cli._worker._MEASURE_S", 0.1)
-    run = ["train", "--task", "digits", "-n", "1", "--name", "mine", "--out", str(tmp_path), "--checkpoint-every", "1"]
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxche.cli._progress.Progress.__call__", interrupt)
-        assert main(run) == 130
-    assert not (tmp_path / "mine" / "result.json").exists()
-    assert main([*run, "--epochs", "1"]) == 0
-    assert (tmp_path / "mine" / "result.json").exists()
+_worker._MEASURE_S = 0.1
+run = ["train", "--task", "digits", "-n", "1", "--batch-size", "96", "--name", "mine", "--checkpoint-every", "1"]
+with mock.patch("jaxche.cli._progress.Progress.__call__", side_effect=KeyboardInterrupt):
+    print("code", main(run))
+print("code", main([*run, "--epochs", "1"]))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_writes_no_result(run_forked, tmp_path):
+    # In a process of its own, which has one device.
+    done = run_forked("-c", INTERRUPTED, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert re.findall("^code .*|^written to .*", done.stdout, re.M) == ["code 130", "written to runs/mine:", "code 0"]
+    assert (tmp_path / "runs" / "mine" / "result.json").exists()
 
 
 def test_hang_timeout_of_launcher_or_process(monkeypatch):
