@@ -36,6 +36,12 @@ ROUND = RoundInfo(
 )
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without pictures, which take most of the time."""
+    monkeypatch.setattr("jaxche.cli._report._svg", lambda history: "<svg></svg>")
+
+
 def infos(*numbers, **changes):
     return [dataclasses.replace(ROUND, round=number, epoch=number // 2, **changes) for number in numbers]
 
@@ -56,6 +62,7 @@ def record(folder):
     return [info.round for info in History.from_json(folder / "history.jsonl")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_each_round_is_saved_and_can_be_reported(tmp_path):
     Start(tmp_path).rounds(0, 1, 2)
     assert record(tmp_path) == [0, 1, 2]
@@ -147,7 +154,7 @@ def test_damaged_lines_are_skipped(tmp_path, caplog):
     assert caplog.text.count("history.jsonl: 1 damaged line is left out") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
 def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
     Start(tmp_path).rounds(0, 1)
@@ -164,6 +171,7 @@ def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
         refuse_directory(tmp_path, out, resumable=True)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog):
     Start(tmp_path).rounds(0, 1)
     file = tmp_path / "history.jsonl"

@@ -21,6 +21,12 @@ def history(round_info):
     return make
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without pictures, which take most of the time."""
+    monkeypatch.setattr("jaxche.cli._report._svg", lambda history: "<svg></svg>")
+
+
 def result(*policies):
     numbers = {
         "test": {"accuracy": 0.975},
@@ -68,6 +74,7 @@ def read(path):
     return text, page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_next_command(tmp_path, capsys, history):
     folder = tmp_path / "my runs" / "it's"
     folder.mkdir(parents=True)
@@ -93,6 +100,7 @@ def test_report_is_one_file(tmp_path, capsys, history):
     assert any("Memory of a device" in line for line in drawn)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_table_of_rounds_with_any_metric_names(tmp_path, history):
     rounds = [replace(info, metrics={"top  5": 0.5, "loss of x": 0.25}) for info in history(2)]
     History(rounds).to_json(tmp_path / "history.jsonl")
@@ -103,6 +111,7 @@ def test_table_of_rounds_with_any_metric_names(tmp_path, history):
     assert text.count("<td>0.5</td><td>0.25</td></tr>") == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compared_policies_in_order(tmp_path, history):
     for policy in ("sync", "cadence"):
         (tmp_path / policy).mkdir()
@@ -116,6 +125,7 @@ def test_compared_policies_in_order(tmp_path, history):
     assert "<th>sync</th><th>cadence</th><th>cadence / sync</th>" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_report_of_an_unfinished_run(tmp_path, history):
     history(2).to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
@@ -145,6 +155,7 @@ def test_names_are_escaped(tmp_path, history):
     assert page.tags.count("svg") == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "told",
     [
@@ -174,6 +185,7 @@ def test_a_result_of_another_form_is_refused_with_the_line_to_write(told, tmp_pa
     assert main(["report", str(tmp_path)]) == 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_is_opened_in_the_browser(tmp_path, capsys, history, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
