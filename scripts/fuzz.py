@@ -44,6 +44,7 @@ _FEATURES = 6
 # A read takes so long beyond the time limit of a round.
 _LATE_S = 0.35
 _LATE = 0.06  # of the reads
+_PACE_MS = 5.0  # in real time at least, because a pace that a busy machine cannot keep is refused
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(0.05),
@@ -193,7 +194,7 @@ class Case:
         if self.fleet is not None:
             options["fleet"] = jaxche.VirtualFleet(self.speeds, **self.fleet)
         else:
-            options["pace_ms"] = [ms / 10 for ms in self.speeds]
+            options["pace_ms"] = [max(_PACE_MS, ms / 4) for ms in self.speeds]
         replicas: Sequence[Any] = devices[: len(self.speeds)]
         if wide:
             options["strategy"] = strategy = getattr(jaxche, self.strategy)()
