@@ -355,12 +355,15 @@ def failures(case: Case) -> list[str]:
                 found.append("the continued run has another record than the whole run")
         elif again.place[1:] != whole.place[1:]:
             found.append(f"continued to {again.place}, and the whole run to {whole.place}")
+        trainer, begin = case.trainer()
         for run, name in ((whole, "whole"), (again, "cut")):
-            trainer, state = case.trainer()
             record = jaxche.History.from_json(Path(folder) / name / "history.jsonl")
-            state, _ = trainer.replay(state, case.source(start=3), record)
+            state, _ = trainer.replay(begin, case.source(start=3), record)
             if not is_same(arrays_of(state), run.arrays):
                 found.append(f"the replay of the {name} run ended with other arrays")
+        after, _ = trainer.fit(begin, case.source(start=4), dry_run=True, progress=False)
+        if not is_same(jax.device_get(begin.params), jax.device_get(after.params)):
+            found.append("a dry run has changed the parameters")
     return found
 
 
@@ -382,10 +385,6 @@ def of_end(case: Case, run: Run) -> list[str]:
         most = max(seen.values()) - min(seen.values()) if len(seen) == size else max(seen.values())
         if seen.total() != state.examples or most > 1:
             found.append(f"examples were taken {min(seen.values())} to {max(seen.values())} times")
-    trainer, before = case.trainer()
-    after, _ = trainer.fit(before, case.source(start=4), dry_run=True, progress=False)
-    if not is_same(jax.device_get(before.params), jax.device_get(after.params)):
-        found.append("a dry run has changed the parameters")
     return found
 
 
