@@ -166,10 +166,10 @@ def test_contributing_lists_every_module():
 
 
 @pytest.mark.slow
-def test_a_reader_follows_a_round_through_few_modules():
-    script = ROOT.parent / "scripts" / "trace_round.py"
-    path = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, env=path)
+def test_a_reader_follows_a_round_through_few_modules(run_forked):
+    path = {**os.environ, "PYTHONPATH": str(ROOT.parent), "JAX_PLATFORMS": "cpu"}
+    done = run_forked(ROOT.parent / "scripts" / "trace_round.py", env=path)
+    assert done.returncode == 0, done.stderr
     *modules, count = [line.split()[0] for line in done.stdout.splitlines()]
     assert int(count) == len(modules) <= 17, done.stdout
     # A run without groups, overlap or few bytes needs none of their code.
