@@ -399,7 +399,8 @@ def measure_arrays(args: argparse.Namespace) -> dict[str, Any]:
             trainer.fit(state, data, max_steps=2 * updates, progress=False, checkpoints=kept)
             return (time.perf_counter() - start) / updates
 
-    fits = {"no checkpoints": saved(400, saves=False), "checkpoints": saved(400), "every=1": saved(20, every=1)}
+    many = 80 * args.turns
+    fits = {"no checkpoints": saved(many, saves=False), "checkpoints": saved(many), "every=1": saved(20, every=1)}
     return {"turns": turns, "first": first, "fits": fits}
 
 
