@@ -15,27 +15,26 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos_parts import torchft_arm, worker
-from chaos_parts.faults import Launch, read
+from chaos_parts import torchft_arm
+from chaos_parts.faults import read
+from chaos_parts.launched import launch
 from chaos_parts.watch import LIMIT_S, StuckError
 
 PACES, EVERY, FAULT_S = (10, 10, 25), 10, 60.0
 GOAL = 0.9
-# Arguments of `jaxche launch`, and whether ranks are killed.
-ARMS: dict[str, tuple[list[str], bool]] = {
-    "undisturbed": (["--elastic", "--max-restarts", "1000"], False),
-    "elastic": (["--elastic", "--max-restarts", "1000"], True),
-    "restarts": (["--max-restarts", "1000"], True),
-    "torchft undisturbed": ([], False),
-    "torchft": ([], True),
+# Whether the run is elastic, and whether ranks are killed.
+ARMS = {
+    "undisturbed": (True, False),
+    "elastic": (True, True),
+    "restarts": (False, True),
+    "torchft undisturbed": (False, False),
+    "torchft": (False, True),
 }
 
 
@@ -49,13 +48,13 @@ def benchmark(seconds: float, arms: Sequence[str] | None, heartbeat_timeout_s: f
     base: dict[bool, tuple[float, float]] = {}
     reached = True
     for arm in arms or ARMS:
-        is_torch, (words, is_hit) = arm.startswith("torchft"), ARMS[arm]
+        is_torch, (is_elastic, is_hit) = arm.startswith("torchft"), ARMS[arm]
         if is_torch and "TORCH_PYTHON" not in os.environ:
             print(f"{arm:20s} left out: TORCH_PYTHON names no interpreter with torch and torchft")
             continue
         times = fault_times(seconds, seed) if is_hit else []
         with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
-            start = torchft_arm.running if is_torch else launched(words, heartbeat_timeout_s)
+            start = torchft_arm.running if is_torch else launched(is_elastic, heartbeat_timeout_s)
             rounds, batches = measure(Path(folder), start, seconds, times)
         base.setdefault(is_torch, (rounds, batches))
         shares = [found / best for found, best in zip((rounds, batches), base[is_torch], strict=True)]
@@ -90,28 +89,16 @@ def measure(folder: Path, start: Any, seconds: float, times: list[tuple[float, i
     return len(sizes) / seconds, sum(sizes.values()) / seconds
 
 
-def launched(words: list[str], heartbeat_timeout_s: float) -> Callable[[Path], Any]:
+def launched(is_elastic: bool, heartbeat_timeout_s: float) -> Callable[[Path], Any]:
     """Makes a context that starts a launch, gives a function that lists its processes, and ends it."""
 
     @contextlib.contextmanager
     def running(folder: Path) -> Iterator[Callable[[], dict[int, int]]]:
-        is_elastic = "--elastic" in words
         job = {"times": 1, "epochs": 100_000, "elastic": is_elastic, "every": EVERY}
         (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), *words, "--grace", "2"]
-        command += ["--pace", ",".join(map(str, PACES)), "--events", str(folder / "events.jsonl")]
-        command += ["--hang-timeout", "60", worker.__file__, str(folder)]
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        env = os.environ | cache | {"JAX_PLATFORMS": "cpu"}
-        if is_elastic:
-            env["JAXCHE_HEARTBEAT_TIMEOUT"] = f"{heartbeat_timeout_s:g}"
-        with (folder / "output").open("w") as output:
-            child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
-            try:
-                launch = Launch(folder, child.pid)
-                yield lambda: launch.pids
-            finally:
-                child.terminate()
-                child.wait(timeout=60)
+        own = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        own |= {"JAX_PLATFORMS": "cpu", "JAXCHE_HEARTBEAT_TIMEOUT": f"{heartbeat_timeout_s:g}"}
+        with launch(folder, PACES, os.environ | own, is_elastic) as run:
+            yield lambda: run.pids
 
     return running

@@ -1,4 +1,4 @@
-"""An elastic run under ``jaxche launch``, which is started again if it is killed."""
+"""A run under ``jaxche launch`` of ``worker.py``, which is started again if it is killed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from chaos_parts.faults import Launch, orphans
 HANG_S, HANG_S_OF_LARGE = "60", "180"
 
 
-class ElasticLaunch(Launch):
-    """A run under ``jaxche launch --elastic``, which is started again if it is killed."""
+class Launched(Launch):
+    """A run under ``jaxche launch``, which is started again if it is killed."""
 
-    def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str]):
+    def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str], is_elastic: bool):
         paced = ["--pace", ",".join(map(str, paces))] if all(paces) else []
-        words = ["-n", str(len(paces)), *paced, "--elastic", "--max-restarts", "1000", "--grace", "2"]
+        words = ["-n", str(len(paces)), *paced, *["--elastic"] * is_elastic, "--max-restarts", "1000", "--grace", "2"]
         words += ["--hang-timeout", HANG_S if paced else HANG_S_OF_LARGE, "--events", str(folder / "events.jsonl")]
         self._command = [sys.executable, "-m", "jaxche", "launch", *words, worker.__file__, str(folder)]
         self._env = env
@@ -64,9 +64,9 @@ class ElasticLaunch(Launch):
 
 
 @contextlib.contextmanager
-def launch(folder: Path, paces: Sequence[int], env: Mapping[str, str]) -> Iterator[ElasticLaunch]:
+def launch(folder: Path, paces: Sequence[int], env: Mapping[str, str], is_elastic: bool = True) -> Iterator[Launched]:
     """A launch, which ends with this context."""
-    run = ElasticLaunch(folder, paces, env)
+    run = Launched(folder, paces, env, is_elastic)
     try:
         yield run
     finally:
