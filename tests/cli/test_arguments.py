@@ -282,11 +282,14 @@ def test_a_replay_requires_a_history(launched, tmp_path, capsys):
     assert not launched
 
 
-@pytest.mark.parametrize("words", [["--epochs", "2"], ["--task", "text", "--protocol", "pipeline"], ["--dry-run"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--epochs", "2"], ["--task", "text", "--protocol", "pipeline"], ["--dry-run"], ["--task", "digits", "-n", "3"]],
+)
 def test_a_replay_takes_no_other_options(words, launched, tmp_path, capsys):
     record(tmp_path / "old")
     assert main(["train", "--replay", "old", *words]) == 2
-    assert f"leave {', '.join(w for w in words if w.startswith('--'))} out" in capsys.readouterr().err
+    assert f"leave {', '.join(word for word in words if word.startswith('-'))} out" in capsys.readouterr().err
     assert not launched
 
 

@@ -28,10 +28,6 @@ def test_replay_of_a_directory_without_a_run(tmp_path, capsys):
     assert f"--replay {tmp_path / 'other'}: there is no result.json" in err
 
 
-def test_replay_with_the_recorded_processes(capsys):
-    assert "--replay runs with what was recorded; leave --task, -n out" in refused(["--replay", "x", "-n", "3"], capsys)
-
-
 @pytest.mark.parametrize("more", [[], ["-n", "1"], ["--checkpoint-every", "1", "--name", "mine"]])
 def test_unwritable_output_directory(more, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
