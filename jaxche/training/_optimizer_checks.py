@@ -29,32 +29,38 @@ def check_start(settings: Settings, world_size: int, params: Any, model_state: A
     trees = shapes if settings.staged else [shapes]
     if settings.staged:
         check_stage_params(shapes, len(settings.loss_fn.stages))
-    check_unscaled(tx, shapes, settings.scaling is not None)
+    state = shapes_of_state(tx, shapes)
+    check_unscaled(state, settings.scaling is not None)
     check_update(tx, *trees, **settings.extra_args)
     check_second_moments(tx, shapes, settings.scaling and settings.scaling.rule, **settings.extra_args)
-    check_trajectory(tx, shapes, settings.average, world_size)
     if settings.average == "parameters" and world_size > 1:
-        check_state_params(settings.opt_state, settings.overlap, tx, *trees)
-        check_moved_params(settings.merge, settings.outer, settings.opt_state, tx, *trees)
-        check_subspaces(settings.opt_state, tx, shapes)
-    check_accumulators(settings.groups, settings.opt_state, tx, shapes)
+        check_trajectory(state)
+        check_state_params(settings, trees)
+        check_subspaces(settings.opt_state, state)
+        if settings.group.is_first:
+            warn_of_shared_key(state)
+    check_accumulators(settings.groups, settings.opt_state, state)
     if world_size > 1:
         check_metrics_of_model(settings.loss_fn)
-        if settings.group.is_first:
-            warn_of_shared_key(tx, shapes, settings.average)
     if model_state is not None:
-        _check_model_state(settings, shapes, model_state)
+        _check_model_state(settings, shapes, state, model_state)
     check_bits({"loss_fn": settings.loss_fn, "model_state": model_state}, settings.placements)
     if opt_state is not None:
         check_opt_state(tx, shapes, opt_state, settings.staged)
 
 
-def _check_model_state(settings: Settings, shapes: Any, model_state: Any) -> None:
+def _check_model_state(settings: Settings, params: Any, opt_state: Any, model_state: Any) -> None:
+    """Refuse what is no model state, such as that of the optimizer, whose moments and counts would be lost."""
     if settings.staged:
         raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
     line = 'write e.g. trainer.init(params, model_state=variables["batch_stats"]), or leave it out'
     check_arrays("model_state", model_state, line)
-    check_model_state_of(settings.tx, shapes, model_state)
+    found = jax.tree.structure(model_state)
+    if found.num_leaves and found == jax.tree.structure(opt_state) != jax.tree.structure(params):
+        raise ValueError(
+            f"model_state={brief(model_state)} is a state of tx; write trainer.init(params, opt_state=opt_state), or "
+            "with a model state trainer.init(params, model_state, opt_state)"
+        )
     if settings.group.is_first:
         warn_of_unused_model_state(settings.loss_fn, model_state)
 
@@ -94,16 +100,6 @@ def check_params_alone(tx: optax.GradientTransformation, trees: Sequence[Any]) -
                 f"params alone replaces nothing: tx makes its steps from those in its state, opt_state{paths[0]}, as "
                 "optax.contrib.schedule_free does; write trainer.replace(state, params, opt_state=tx.init(params))"
             )
-
-
-def check_model_state_of(tx: optax.GradientTransformation, params: Any, model_state: Any) -> None:
-    """Refuse the state of the optimizer in the place of the model state, whose moments and counts would be lost."""
-    found = jax.tree.structure(model_state)
-    if found.num_leaves and found == jax.tree.structure(jax.eval_shape(tx.init, params)) != jax.tree.structure(params):
-        raise ValueError(
-            f"model_state={brief(model_state)} is a state of tx; write trainer.init(params, opt_state=opt_state), or "
-            "with a model state trainer.init(params, model_state, opt_state)"
-        )
 
 
 def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
@@ -147,24 +143,24 @@ def shapes_of_state(tx: Any, params: Any) -> Any:
         ) from error
 
 
-def _state_holds(kind: type, tx: Any, params: Any) -> bool:
+def _holds(state: Any, kind: type) -> bool:
     """Whether the optimizer's state has a part of this kind, however deep."""
 
     def found(node: Any) -> bool:
         return isinstance(node, kind)
 
-    return any(map(found, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=found)))
+    return any(map(found, jax.tree.leaves(state, is_leaf=found)))
 
 
-def check_unscaled(tx: Any, params: Any, scales: bool) -> None:
+def check_unscaled(state: Any, scales: bool) -> None:
     """Refuse an optimizer with ``scale_learning_rate`` in it, and if the trainer ``scales``, one that accumulates."""
-    if _state_holds(ScaleLearningRateState, tx, params):
+    if _holds(state, ScaleLearningRateState):
         raise ValueError(
             "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
             "noise; give the inner optimizer and the rule separately: "
             "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
         )
-    if scales and _state_holds(optax.MultiStepsState, tx, params):
+    if scales and _holds(state, optax.MultiStepsState):
         raise ValueError(
             "tx holds an optax.MultiSteps, whose accumulated batches scaling= does not see; a round accumulates "
             "already: give tx the optimizer inside it and write average='gradients'"
@@ -189,57 +185,50 @@ def check_second_moments(tx: Any, params: Any, rule: Any, **extra_args: Any) -> 
         )
 
 
-def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:
+def check_trajectory(state: Any) -> None:
     """Refuse to average the parameters of ``optax.lbfgs``, whose memory is of the path of one replica."""
-    if average == "parameters" and world_size > 1 and _state_holds(optax.ScaleByLBFGSState, tx, params):
+    if _holds(state, optax.ScaleByLBFGSState):
         raise ValueError(
             "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
             "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
         )
 
 
-def check_state_params(opt_state: str, overlap: float, tx: Any, *trees: Any) -> None:
-    """Refuse to leave each replica parameters in the state of ``tx`` from which it makes its steps."""
-    if opt_state != "local":
+def check_state_params(settings: Settings, trees: Sequence[Any]) -> None:
+    """Refuse merges after which parameters in the state of ``tx``, that steps are made from, are not the merged ones.
+
+    With ``opt_state="local"`` each replica keeps its own; ``outer=`` and ``merge="fednova"`` move the parameters alone.
+    """
+    opt_state, overlap, outer = settings.opt_state, settings.overlap, settings.outer
+    if opt_state == "reset" or (opt_state == "average" and outer is None and settings.merge != "fednova"):
         return
-    for params in trees:
-        if paths := stepped_params(tx, params):
-            what = f"overlap={overlap} implies opt_state='local', which" if overlap else "opt_state='local'"
-            raise ValueError(
-                f"tx has parameters in its state, opt_state{paths[0]}, and makes its steps from them, as "
-                "optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; "
-                f"{what} does not merge them: {'leave overlap= out' if overlap else 'leave opt_state= out'}"
-            )
-
-
-def check_moved_params(merge: str, outer: Any, opt_state: str, tx: Any, *trees: Any) -> None:
-    """Refuse to move the parameters elsewhere than those in the state of ``tx``, from which it makes its steps."""
-    if opt_state != "average" or (outer is None and merge != "fednova"):
+    paths = [path for params in trees for path in stepped_params(settings.tx, params)]
+    if not paths:
         return
-    for params in trees:
-        if paths := stepped_params(tx, params):
-            what = "merge='fednova'" if outer is None else "outer="
-            raise ValueError(
-                f"tx has parameters in its state, opt_state{paths[0]}, and makes its steps from them, as "
-                f"optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; {what} moves the "
-                f"parameters and leaves those at their mean: leave {what} out, or write opt_state='reset'"
-            )
+    if opt_state == "local":
+        what = f"overlap={overlap} implies opt_state='local', which" if overlap else "opt_state='local'"
+        what += f" does not merge them: leave {'overlap' if overlap else 'opt_state'}= out"
+    else:
+        what = "merge='fednova'" if outer is None else "outer="
+        what += f" moves the parameters and leaves those at their mean: leave {what} out, or write opt_state='reset'"
+    raise ValueError(
+        f"tx has parameters in its state, opt_state{paths[0]}, and makes its steps from them, as "
+        f"optax.contrib.schedule_free and float32 copies of bfloat16 parameters do; {what}"
+    )
 
 
-def check_subspaces(opt_state: str, tx: Any, shapes: Any) -> None:
+def check_subspaces(opt_state: str, state: Any) -> None:
     """Refuse to average the moments of ``optax.contrib.galore``, which are in another subspace on each replica."""
-    if opt_state == "average" and any(are_subspaces(jax.eval_shape(tx.init, shapes))):
+    if opt_state == "average" and any(are_subspaces(state)):
         raise ValueError(
             "tx holds an optax.contrib.galore, with which each replica projects its gradients onto a subspace of its "
             "own; the mean of such moments means nothing; write opt_state='local', or policy='sync'"
         )
 
 
-def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
+def check_accumulators(groups: Groups, opt_state: str, state: Any) -> None:
     """Refuse to average what ``tx`` has accumulated: its replicas are at different steps of theirs."""
-    if not groups.ranks or opt_state != "average":
-        return
-    if any(are_accumulators(jax.eval_shape(tx.init, shapes))):
+    if groups.ranks and opt_state == "average" and any(are_accumulators(state)):
         raise ValueError(
             f"groups={groups.ranks} with opt_state='average' would average what an optax.MultiSteps or "
             "optax.apply_every in tx has accumulated, and each replica has accumulated its own number of gradients; "
@@ -247,11 +236,8 @@ def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> 
         )
 
 
-def warn_of_shared_key(tx: Any, params: Any, average: str) -> None:
+def warn_of_shared_key(state: Any) -> None:
     """Log that all replicas draw from one random key in the state of ``tx``."""
-    if average != "parameters":  # one update for all replicas
-        return
-    state = jax.eval_shape(tx.init, params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
     if (path := next(itertools.compress(paths, are_keys(state)), None)) is not None:
         _log.warning(
