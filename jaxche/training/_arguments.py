@@ -37,6 +37,7 @@ from jaxche.training._checks import (
     checked_overlap,
     checked_paces,
     checked_rows,
+    one_of,
 )
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._groups import checked_groups
@@ -88,6 +89,8 @@ class Arguments:
     def settings(self) -> Settings:
         """The settings that follow; ValueError for an argument that is invalid, alone or with others."""
         check_joined()
+        if not isinstance(self.policy, str):  # the look-up would compare an array with each of them
+            one_of("policy", self.policy, [policy.value for policy in ApplyPolicy])
         group, policy = process_group(), ApplyPolicy(self.policy)
         seed = whole_number("seed", self.seed, -(2**63), "seed=0", 2**63 - 1)
         overlap = checked_overlap(0.0 if self.overlap is None else self.overlap)

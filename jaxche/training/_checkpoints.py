@@ -27,6 +27,7 @@ from jaxche.checkpoints import (
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
 from jaxche.reports import Every, RoundInfo
+from jaxche.training._ema import with_ema_step
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
@@ -337,15 +338,22 @@ class Restore:
                 meta["rows"]["residual"],
             )
         # From here on processes run collectives.
-        local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found.trees, rows))
+        engine = self._trainer._engine
+        local_states = engine.with_previous_gradient(state_dict.load(found.trees, rows))
         differ = "opt_state" in state_dict.rows and rows.get("opt_state") == self._trainer.world_size
-        return with_metadata(replace(state, local_states=local_states, opt_states_differ=differ), meta)
+        state = with_metadata(replace(state, local_states=local_states, opt_states_differ=differ), meta)
+        if "ema" in found.trees or self._trainer._settings.ema is None:
+            return state
+        # The average begins with the parameters of a run that had none.
+        return replace(state, local_states=with_ema_step(engine, local_states, 1.0), ema_examples=state.examples)
 
     def _wanted(self, meta: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
         """The trees to read; refuses a checkpoint from which this trainer cannot continue."""
         where = f"checkpoints={str(self._folder)!r}"
         state_dict, rows = self._form(meta, state)
         trees = state_dict.abstract_trees(rows)
+        if not any(path.startswith("ema/") for path in meta["leaves"]):
+            trees.pop("ema", None)
         wanted = leaf_shapes(trees)
         saved = {name: leaf for name, leaf in meta["leaves"].items() if "residual" in trees or not _is_residual(name)}
         for path in sorted({*wanted, *saved}, key=lambda path: (not path.startswith("params/"), path)):

@@ -226,7 +226,7 @@ def test_a_later_batch_of_text_is_named():
         trainer.fit(trainer.init(np.zeros(2)), [np.zeros((2, 2)), "a text"], progress=False)
 
 
-@pytest.mark.parametrize("name", ["average", "merge", "opt_state", "backend"])
+@pytest.mark.parametrize("name", ["policy", "average", "merge", "opt_state", "backend"])
 def test_an_array_in_place_of_a_name_is_refused_by_the_trainer(problem, name):
     with pytest.raises(ValueError, match=rf"{name}=float64\[2\] is unknown; write one of"):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), **{name: np.zeros(2)})

@@ -37,8 +37,8 @@ def start(trainer):
 class Twin:
     """The averages in float64."""
 
-    def __init__(self, trainer, state):
-        self._trainer, self._taken = trainer, 0
+    def __init__(self, trainer, state, taken=0):
+        self._trainer, self._taken = trainer, taken
         self._mean = self._floats(state)
 
     def _floats(self, state):
@@ -158,22 +158,27 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(devices, data, same, int
     same(resumed, whole)
 
 
-def test_a_checkpoint_without_an_average_is_refused_by_name(devices, data, tmp_path):
-    makers = itertools.product([None, AGE], repeat=2)
-    for number, (before, after) in enumerate(makers):
-        first, second = (
-            jaxche.Trainer(loss, optax.adam(0.05), replicas=devices[:1], ema=ema) for ema in (before, after)
-        )
-        folder = tmp_path / str(number)
-        state, _ = fit(first, data, checkpoints=folder)
-        if before == after:
-            assert fit(second, data, checkpoints=folder)[0].ema_examples == state.ema_examples
-            continue
-        with pytest.raises(ValueError, match=r"a run with another ema=: ema/0/.*use the ema="):
-            fit(second, data, checkpoints=folder)
-        which = "without" if before is None else "with"
-        with pytest.raises(ValueError, match=rf"state is of a trainer {which} ema="):
-            second.round(state, data)
+def test_an_average_that_a_trainer_does_not_keep_is_refused_by_name(devices, data, tmp_path):
+    plain, averaging = (jaxche.Trainer(loss, optax.adam(0.05), replicas=devices[:1], ema=ema) for ema in (None, AGE))
+    state, _ = fit(averaging, data, checkpoints=jaxche.Checkpoints(tmp_path, every=1000))
+    with pytest.raises(ValueError, match=r"a run with another ema=: ema/0/.*use the ema="):
+        fit(plain, data, checkpoints=tmp_path)
+    with pytest.raises(ValueError, match=r"state is of a trainer with ema="):
+        plain.round(state, data)
+    with pytest.raises(ValueError, match=r"state is of a trainer without ema="):
+        averaging.round(start(plain), data)
+
+
+def test_the_average_of_a_run_that_had_none_begins_with_its_parameters(devices, data, tmp_path):
+    plain, averaging = (jaxche.Trainer(loss, optax.adam(0.05), replicas=devices[:1], ema=ema) for ema in (None, AGE))
+    saves = {"checkpoints": jaxche.Checkpoints(tmp_path, every=1000)}  # the end alone
+    fit(plain, data, **saves)
+    state, history = fit(averaging, data, **saves)
+    assert history[-1].steps_done == state.steps == 48  # nothing was left to train
+    twin = Twin(averaging, state, taken=state.examples)
+    twin.check(state)
+    for _ in range(4):
+        state = twin.follow(state, data)
 
 
 def test_a_fit_evaluates_the_average(devices, data):
