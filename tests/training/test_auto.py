@@ -97,13 +97,13 @@ def test_optimizer_and_schedule_go_on_over_a_change(large, devices):
 def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told, overlap, parts):
     one = trainer(large, devices, overlap=overlap)
     saves = {"checkpoint_every": jaxche.Every(epochs=1)}
-    state, history = fit(one, large, epochs=4, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
+    state, history = fit(one, large, epochs=2, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
     assert {info.overlap for info in history} == parts
     replayed, _ = one.replay(one.init(large.params), large.data, history)
     same(one.params(state), one.params(replayed))
     fit(one, large, epochs=1, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     other = trainer(large, devices, overlap=overlap)
-    resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    resumed, whole = fit(other, large, epochs=2, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
 
@@ -158,7 +158,7 @@ def test_replicas_wait_for_merges_where_they_have_to(large, devices, tmp_path, o
     one = trainer(large, devices, **options)
     if every := runs.pop("checkpoints", None):
         runs["checkpoints"] = Checkpoints(tmp_path, every=every)
-    _, history = fit(one, large, **runs)
+    _, history = fit(one, large, epochs=1, **runs)
     assert history[-1].policy == "cadence"
     assert {info.overlap for info in history} == {0.0}
 
@@ -367,8 +367,7 @@ def test_all_kinds_of_merges_in_turns(large, devices, monkeypatch, same, tmp_pat
     replayed, _ = one.replay(one.init(large.params), large.data, history)
     same(one.params(state), one.params(replayed))
     for epochs in (1, 2):
-        other = trainer(large, devices, **options)
-        fit(other, large, epochs=epochs, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+        fit(one, large, epochs=epochs, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     other = trainer(large, devices, **options)
     resumed, whole = fit(other, large, epochs=3, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))

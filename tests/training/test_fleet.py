@@ -165,7 +165,8 @@ def trained(settings, folder):
         one = jaxche.Trainer(
             lambda w, b: jnp.mean((jnp.tanh(b["x"] @ w) - b["y"]) ** 2), optax.adam(0.01), fleet=fleet, **settings
         )
-        return one, *one.fit(one.init(jnp.zeros((4, 1))), data, epochs, progress=False, checkpoints=folder)
+        saves = {"checkpoints": folder, "checkpoint_every": jaxche.Every(epochs=1)}
+        return one, *one.fit(one.init(jnp.zeros((4, 1))), data, epochs, progress=False, **saves)
 
     fit(1)
     one, state, history = fit(2)

@@ -44,8 +44,9 @@ def test_the_choice_of_auto_ends_with_its_trainer_and_begins_with_it(make, probl
 
 
 def test_a_checkpoint_of_auto_goes_on_by_the_policy_of_the_trainer(make, problem, tmp_path):
-    fit(make("auto"), problem.data, params=problem.params, epochs=4, checkpoints=tmp_path)
-    _, history = fit(make("sync"), problem.data, params=problem.params, epochs=5, checkpoints=tmp_path)
+    saves = {"checkpoints": jaxche.Checkpoints(tmp_path, every=1000)}  # the end alone
+    fit(make("auto"), problem.data, params=problem.params, epochs=4, **saves)
+    _, history = fit(make("sync"), problem.data, params=problem.params, epochs=5, **saves)
     assert {info.policy for info in history if info.epoch == 4} == {"sync"}
 
 
