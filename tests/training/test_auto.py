@@ -75,10 +75,10 @@ def test_an_idle_replica_that_becomes_fast_trains_again(large, devices):
     slow = jaxche.cadence.Slowdown(rank=1, round=15, factor=0.05)
     fleet = jaxche.VirtualFleet([20, 400], sync_ms=60.0, slowdown=slow)
     one = jaxche.Trainer(large.loss, optax.sgd(1e-3), policy="auto", fleet=fleet, replicas=devices[:2])
-    _, history = fit(one, large, epochs=30)
+    _, history = fit(one, large, epochs=20)
     assert history[14].counts[1] == 0
     assert 0.4 < history[-2].counts[1] / sum(history[-2].counts) < 0.6
-    assert sum(info.examples for info in history) == 30 * (16 * 60 + 5)
+    assert sum(info.examples for info in history) == 20 * (16 * 60 + 5)
 
 
 def test_optimizer_and_schedule_go_on_over_a_change(large, devices):

@@ -90,7 +90,7 @@ def test_the_average_is_that_of_the_merged_parameters(devices, data, name):
     trainer = jaxche.Trainer(loss, optax.adam(0.05), replicas=devices, ema=AGE, **SETTINGS[name])
     state = start(trainer)
     twin = Twin(trainer, state)
-    for _ in range(30):
+    for _ in range(15):
         state = twin.follow(state, data)
     assert trainer.compilations <= 3 * len(devices)  # for the rows of "speed"
     assert f"ema={AGE}" in repr(trainer)
@@ -202,7 +202,7 @@ def test_a_fit_evaluates_the_average(devices, data):
 def test_rounds_of_one_replica_are_short_enough_for_the_average(devices, data):
     def lengths(**options):
         trainer = jaxche.Trainer(loss, optax.adam(0.05), replicas=devices[:1], **options)
-        return [info.counts[0] for info in trainer.fit(start(trainer), data, epochs=100, progress=False)[1]]
+        return [info.counts[0] for info in trainer.fit(start(trainer), data, epochs=24, progress=False)[1]]
 
     counts, done = lengths(ema=AGE), 0
     for n in counts:
