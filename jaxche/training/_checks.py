@@ -137,9 +137,15 @@ def check_joined() -> None:
         )
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number of Python or NumPy, and no flag."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _one_per_replica(value: Any, world_size: int) -> list[Any]:
     """The given list, or a single value for each replica."""
-    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    is_list |= isinstance(value, np.ndarray) and value.ndim > 0
     return list(value) if is_list else [value] * world_size
 
 
@@ -151,8 +157,7 @@ def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
         except ValueError:
             raise ValueError(f"{PACE_MS}={os.environ[PACE_MS]!r} is no number of ms; write {PACE_MS}=20") from None
     paces = _one_per_replica(pace_ms, world_size)
-    numbers = (p for p in paces if p is not None)
-    valid = (isinstance(p, Real) and not isinstance(p, bool) and math.isfinite(p) and float(p) > 0 for p in numbers)
+    valid = (p is None or (_is_number(p) and math.isfinite(p) and float(p) > 0) for p in paces)
     if len(paces) != world_size or not all(valid):
         raise ValueError(
             f"pace_ms={brief(pace_ms)} must be one positive number of ms, or {world_size}, one per replica; write e.g. "
@@ -201,8 +206,7 @@ _MOST_AGE = 0.5
 
 def checked_overlap(overlap: Any) -> float:
     """The part of a round that runs beside a merge."""
-    is_number = isinstance(overlap, int | float | np.floating) and not isinstance(overlap, bool)
-    if not is_number or not 0 <= overlap <= MOST_OVERLAP:
+    if not _is_number(overlap) or not 0 <= overlap <= MOST_OVERLAP:
         raise ValueError(
             f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
             "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
@@ -214,8 +218,7 @@ def checked_ema(ema: Any) -> float | None:
     """The mean age of the parameters in the moving average, as a part of the run so far."""
     if ema is None:
         return None
-    is_number = isinstance(ema, int | float | np.floating) and not isinstance(ema, bool)
-    if not is_number or not 0 < ema <= _MOST_AGE:
+    if not _is_number(ema) or not 0 < ema <= _MOST_AGE:
         raise ValueError(
             f"ema={brief(ema)} is the mean age of the parameters in the moving average, as a part of the run so far, "
             f"and no decay: a number above 0, of at most {_MOST_AGE}; write ema=0.05"
@@ -392,8 +395,7 @@ def check_scaling(rule: Any, base_batch_size: Any, opt_state: str) -> None:
     if isinstance(rule, type) or not hasattr(rule, "lr_factor"):
         raise ValueError(f"scaling={rule!r} is not a scaling rule; write e.g. scaling=jaxche.AdaScale()")
     size = base_batch_size
-    is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-    if size is not None and not (is_number and math.isfinite(size) and size > 0):
+    if size is not None and not (_is_number(size) and math.isfinite(size) and size > 0):
         raise ValueError(
             f"base_batch_size={size!r} must be the examples of the batch the learning rate was tuned for, e.g. "
             "base_batch_size=32; leave it out for those of one batch of the data"

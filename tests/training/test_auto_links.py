@@ -114,13 +114,13 @@ def test_what_rounding_leaves_outlasts_exact_sync(trainer, large, monkeypatch, s
 def test_a_run_repeats_resumes_and_replays(trainer, large, same, tmp_path, told, options):
     one = trainer(**options)
     # A checkpoint waits for the merge in flight, so both runs save after each epoch.
-    saves = {"checkpoint_every": jaxche.Every(epochs=1)}
-    state, history = fit(one, large, epochs=2, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
+    saves, end = {"checkpoint_every": jaxche.Every(epochs=1)}, {"epochs": None, "max_steps": 80}
+    state, history = fit(one, large, **end, checkpoints=Checkpoints(tmp_path / "whole"), **saves)
     assert {info.policy for info in history} == {"sync", "cadence"}
     assert "int4" in {info.wire for info in history}
     fit(one, large, epochs=1, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     other = trainer(**options)
-    resumed, whole = fit(other, large, epochs=2, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
+    resumed, whole = fit(other, large, **end, checkpoints=Checkpoints(tmp_path / "parts"), **saves)
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
     replayed, _ = one.replay(one.init(large.params), large.data, history)

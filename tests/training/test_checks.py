@@ -18,6 +18,7 @@ from jaxche.training._checks import (
     check_joined,
     check_model_state,
     check_outputs,
+    check_scaling,
     checked_callbacks,
     checked_max_rows,
     checked_paces,
@@ -47,6 +48,7 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
 def test_whole_numbers_of_numpy_are_whole():
     assert checked_max_rows(np.int64(4), "speed", 2) == [4, 4]
     assert checked_max_rows(np.array([4, 8]), "speed", 2) == [4, 8]
+    check_scaling(jaxche.AdaScale(), np.int64(32), "average")
 
 
 # Of two processes.
@@ -69,6 +71,7 @@ ISLAND = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process
         (lambda: checked_paces(float("inf"), 2), "positive"),
         (lambda: checked_paces(["20", "50"], 2), "positive"),
         (lambda: checked_paces(True, 2), "positive"),
+        (lambda: checked_paces(np.array(20.0), 2), "positive"),
         (lambda: checked_paces("20", 2), r"pace_ms='20' must be .*; write e\.g\. pace_ms=\[20\.0, 20\.0\]"),
         (lambda: one_of("merge", np.zeros(2), ("steps", "batch")), r"merge=float64\[2\] is unknown; write one of"),
         (lambda: one_of("merge", len, ("steps", "batch")), "merge=<builtin_function_or_method len> is unknown"),
