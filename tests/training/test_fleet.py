@@ -159,17 +159,12 @@ def trained(settings, folder):
         jaxche.Batches({"x": x, "y": np.tanh(x[:, :1])}, 16),
         jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=11.0),
     )
-    folder = Path(folder) / "-".join(map(str, settings))
-
-    def fit(epochs):
-        one = jaxche.Trainer(
-            lambda w, b: jnp.mean((jnp.tanh(b["x"] @ w) - b["y"]) ** 2), optax.adam(0.01), fleet=fleet, **settings
-        )
-        saves = {"checkpoints": folder, "checkpoint_every": jaxche.Every(epochs=1)}
-        return one, *one.fit(one.init(jnp.zeros((4, 1))), data, epochs, progress=False, **saves)
-
-    fit(1)
-    one, state, history = fit(2)
+    saves = {"checkpoints": Path(folder) / "-".join(map(str, settings)), "checkpoint_every": jaxche.Every(epochs=1)}
+    one = jaxche.Trainer(
+        lambda w, b: jnp.mean((jnp.tanh(b["x"] @ w) - b["y"]) ** 2), optax.adam(0.01), fleet=fleet, **settings
+    )
+    for epochs in (1, 2):
+        state, history = one.fit(one.init(jnp.zeros((4, 1))), data, epochs, progress=False, **saves)
     replayed, _ = one.replay(one.init(jnp.zeros((4, 1))), data, history)
     assert (one.params(state) == one.params(replayed)).all()
     losses = [info.loss for info in history]
