@@ -51,23 +51,24 @@ def means(params, batches):
     return (error**2)[mask].mean(), found
 
 
+@jax.jit
 def gradient(params, batches):
     """The gradient of the mean over all tokens of some batches; zero without any."""
 
     def mean(params):
         parts = [loss_fn(params, batch)[0] for batch in batches]
-        return sum(part.total for part in parts) / max(float(sum(part.weight for part in parts)), 1.0)
+        return sum(part.total for part in parts) / jnp.maximum(sum(part.weight for part in parts), 1)
 
     return jax.grad(mean)(params)
 
 
 def one_device(tx, updates_of):
     """The parameters after updates on so many batches each, one after the other."""
-    params, opt_state, first = jnp.asarray(PARAMS), tx.init(jnp.asarray(PARAMS)), 0
+    params, opt_state, update, first = jnp.asarray(PARAMS), tx.init(jnp.asarray(PARAMS)), jax.jit(tx.update), 0
     for joined in updates_of:
         grads = gradient(params, [DATA[i % len(DATA)] for i in range(first, first + joined)])
         first += joined
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     return params
 
