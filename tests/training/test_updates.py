@@ -8,7 +8,9 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._updates import expected_updates
+from jaxche.training._hooks import Run
+from jaxche.training._plan import End
+from jaxche.training._updates import expected_updates, updates_line
 
 EXAMPLES = 96
 
@@ -22,11 +24,22 @@ def batches(batch_size=4):
     return jaxche.Batches(x, batch_size)
 
 
+def make(devices, replicas=3, tx=None, **options):
+    fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0, 50.0][:replicas], sync_ms=2.0)
+    return jaxche.Trainer(loss_fn, tx or optax.sgd(0.01), replicas=devices[:replicas], fleet=fleet, **options)
+
+
+def line_of(trainer, data=None, epochs=2, max_steps=None, max_time=None):
+    """The line of a fit that begins, without its rounds."""
+    state, data = trainer.init(jnp.zeros(2)), data or batches()
+    end = End.of_fit(state, epochs, max_steps, None, max_time)
+    return updates_line(trainer, Run(state, data, len(data), end))
+
+
 def fit(caplog, devices, replicas=3, epochs=2, data=None, tx=None, checkpoints=None, **options):
     """The state and history of a fit, the trainer, and the lines on updates."""
     caplog.clear()
-    fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0, 50.0][:replicas], sync_ms=2.0)
-    trainer = jaxche.Trainer(loss_fn, tx or optax.sgd(0.01), replicas=devices[:replicas], fleet=fleet, **options)
+    trainer = make(devices, replicas, tx, **options)
     state = trainer.init(jnp.zeros(2))
     state, history = trainer.fit(state, data or batches(), epochs, progress=False, checkpoints=checkpoints)
     return state, history, trainer, lines(caplog)
@@ -83,20 +96,20 @@ def test_averaging_gradients_a_round_is_an_update(devices, caplog):
     assert "batch_size=" not in line
 
 
-def test_the_choices_have_numbers(devices, caplog):
-    *_, (line,) = fit(caplog, devices, data=batches(12), epochs=3)
+def test_the_choices_have_numbers(devices):
+    line = line_of(make(devices), batches(12), epochs=3)
     assert numbers(line) == (8, 24)
     assert "batch_size=4, if 12 is not yet divided" in line
     assert "epochs=9," in line
     assert "scaling=jaxche.AdaScale()" in line
-    *_, (line,) = fit(caplog, devices, data=batches(2), tx=optax.adam(1e-3))
+    line = line_of(make(devices, tx=optax.adam(1e-3)), batches(2))
     assert "batch_size" not in line
     assert "scaling=jaxche.AdamScale()" in line
-    *_, (line,) = fit(caplog, devices, tx=optax.rmsprop(1e-3))  # whose second moments are not those of Adam
+    line = line_of(make(devices, tx=optax.rmsprop(1e-3)))  # whose second moments are not those of Adam
     assert "scaling=jaxche.AdaScale()" in line
-    *_, (line,) = fit(caplog, devices, data=[np.ones((4, 2), np.float32)] * 12)
+    line = line_of(make(devices), [np.ones((4, 2), np.float32)] * 12)
     assert "batches of 1/3 of the size" in line
-    *_, (line,) = fit(caplog, devices, policy="sync", joined_batches=2, tx=optax.MultiSteps(optax.sgd(0.1), 2))
+    line = line_of(make(devices, policy="sync", joined_batches=2, tx=optax.MultiSteps(optax.sgd(0.1), 2)))
     assert "batch_size=2, if 4 is not yet divided" in line
     assert "scaling=" not in line
 
@@ -117,30 +130,27 @@ def test_a_choice_of_the_line_makes_as_many_updates(choice, devices, caplog):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "run"),
     [
-        {"policy": "sync", "joined_batches": 1},
-        {"rows": "speed"},
-        {"policy": "auto"},
-        {"scaling": jaxche.AdaScale()},
-        {"data": [np.ones((4, 2), np.float32)], "epochs": 1},
+        ({"policy": "sync", "joined_batches": 1}, {}),
+        ({"rows": "speed"}, {}),
+        ({"policy": "auto"}, {}),
+        ({"scaling": jaxche.AdaScale()}, {}),
+        ({}, {"data": [np.ones((4, 2), np.float32)], "epochs": 1}),
     ],
 )
-def test_as_many_updates_or_a_scaling_rule_need_no_line(options, devices, caplog):
-    assert fit(caplog, devices, **options)[-1] == []
+def test_as_many_updates_or_a_scaling_rule_need_no_line(options, run, devices):
+    assert line_of(make(devices, **options), **run) is None
 
 
-def test_rows_by_speed_make_as_many_updates_only_in_rounds_of_a_chosen_length(devices, caplog):
-    assert len(fit(caplog, devices, rows="speed", replicas=3, che=jaxche.ElChe(3, 1, tuner="steady"))[-1]) == 1
+def test_rows_by_speed_make_as_many_updates_only_in_rounds_of_a_chosen_length(devices):
+    assert line_of(make(devices, rows="speed", che=jaxche.ElChe(3, 1, tuner="steady"))) is not None
 
 
-def test_limits_in_steps_and_in_time(devices, caplog):
+def test_limits_in_steps_and_in_time(devices):
+    trainer = make(devices)
     for limit, wanted in (({"max_steps": 36}, (12, 36)), ({"max_time": 1.0}, (8, 24))):
-        caplog.clear()
-        fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0, 50.0], sync_ms=2.0)
-        trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:3], fleet=fleet)
-        trainer.fit(trainer.init(jnp.zeros(2)), batches(), progress=False, **limit)
-        (line,) = lines(caplog)
+        line = line_of(trainer, epochs=None, **limit)
         assert numbers(line) == wanted
         assert ("max_steps=108," in line) == ("max_steps" in limit)
         assert ("in an epoch," in line) == ("max_time" in limit)
@@ -182,15 +192,10 @@ def test_a_dry_run_leaves_the_line_to_the_run(devices, caplog):
 
 
 def test_a_limit_in_steps_counts_as_well(devices, caplog):
-    fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0], sync_ms=2.0)
-    for limits, expected in (({"max_steps": 30}, (15, 30)), ({"epochs": 1, "max_steps": 30}, (12, 24))):
-        caplog.clear()
-        trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:2], fleet=fleet)
-        trainer.fit(trainer.init(jnp.zeros(2)), batches(), progress=False, **limits)
-        (line,) = lines(caplog)
+    trainer = make(devices, replicas=2)
+    for epochs, expected in ((None, (15, 30)), (1, (12, 24))):
+        line = line_of(trainer, epochs=epochs, max_steps=30)
         assert numbers(line) == expected
-        assert ("epochs=2" if "epochs" in limits else "max_steps=60") in line
-    caplog.clear()
-    trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:2], fleet=fleet)
+        assert ("epochs=2" if epochs else "max_steps=60") in line
     trainer.fit(trainer.init(jnp.zeros(2)), iter(list(batches())), progress=False)
     assert not lines(caplog)  # the length of a stream is not known
