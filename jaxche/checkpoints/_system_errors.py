@@ -35,7 +35,9 @@ def is_of_process(error: BaseException | None) -> bool:
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and those that led to it."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error may be its own cause
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -63,3 +63,10 @@ def test_errors_of_a_process_that_cannot_read_now(error, own):
     wrapped = RuntimeError("the restore failed")
     wrapped.__cause__ = error
     assert is_of_process(wrapped) == own
+
+
+def test_an_error_that_is_its_own_cause_ends_the_search():
+    error = ValueError("bad checksum")
+    error.__cause__ = error
+    assert no_space(error) is None
+    assert not is_of_process(error)
