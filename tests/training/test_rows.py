@@ -513,7 +513,7 @@ def test_no_two_batches_of_a_round_have_one_random_key_where_steps_are_divided_b
 def test_only_the_rows_that_a_replica_takes_are_compiled_for(make_problem, devices, monkeypatch):
     """No step on a whole batch, which no replica takes; the memory of its first step tells the rows that fit."""
     limits = []
-    monkeypatch.setattr("jaxche.training._preparation.row_limit", lambda rows, *_: limits.append(rows) or 1e9)
+    monkeypatch.setattr("jaxche.training._preparation.row_limit", lambda memory, _: limits.append(memory.rows) or 1e9)
     problem = make_problem(examples=16 * 8, batch_size=16)
     one = trainer(problem, devices, joined_batches=1)
     state, info = one.round(one.init(problem.params), problem.data)
