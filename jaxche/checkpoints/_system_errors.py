@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+
+from jaxche.messages import causes
 
 # A full disk, a file above the limit of its size, and a full quota.
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
@@ -19,7 +20,7 @@ _NO_DEVICE_MEMORY = "RESOURCE_EXHAUSTED"
 
 def no_space(error: BaseException | None) -> str | None:
     """The system's message if an error, of the system or of a library that writes, is due to a full disk; else None."""
-    for one in _chain(error):
+    for one in causes(error):
         if found := _NO_SPACE.intersection(_codes(one)):
             return os.strerror(min(found))
     return None
@@ -29,17 +30,8 @@ def is_of_process(error: BaseException | None) -> bool:
     """Whether an error says that this process cannot read now, and nothing about the files that it reads."""
     return any(
         isinstance(one, MemoryError) or _OWN.intersection(_codes(one)) or _NO_DEVICE_MEMORY in str(one)
-        for one in _chain(error)
+        for one in causes(error)
     )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # an error may be its own cause
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _codes(error: BaseException) -> list[int | None]:

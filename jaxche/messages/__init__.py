@@ -7,6 +7,7 @@ from jaxche.messages._text import html_table as html_table
 from jaxche.messages._text import odd_ones as odd_ones
 from jaxche.messages._text import per_rank as per_rank
 from jaxche.messages._text import type_of as type_of
+from jaxche.messages._tracebacks import causes as causes
 from jaxche.messages._tracebacks import interruption as interruption
 from jaxche.messages._tracebacks import short_traceback as short_traceback
 from jaxche.messages._tracebacks import users_part as users_part

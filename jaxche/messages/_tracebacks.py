@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -37,14 +37,19 @@ def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _shorten(error: BaseException | None) -> None:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it, each once: an error may be its own cause."""
     seen: set[int] = set()
-    # An error may be its own cause: ``raise error from error``.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if _is_expected(error):
-            error.__traceback__ = users_part(error.__traceback__)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _shorten(error: BaseException) -> None:
+    for one in causes(error):
+        if _is_expected(one):
+            one.__traceback__ = users_part(one.__traceback__)
 
 
 def without_library(trace: TracebackType | None) -> TracebackType | None:

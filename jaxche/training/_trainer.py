@@ -149,10 +149,10 @@ class Trainer(States):
       the merge all counts are equal. When gradients are averaged, the one update of the round advances the count by N.
       With ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device. This holds for the counts of
       ``scale_by_schedule``, ``inject_hyperparams``, ``MultiSteps``, ``add_decayed_weights``, ``add_noise``,
-      ``schedule_free`` and ``ademamix``, nested or not; a transformation of your own keeps such a count in an
+      ``schedule_free``, ``ademamix`` and ``momo``, nested or not; a transformation of your own keeps such a count in an
       ``optax.ScaleByScheduleState``. Other counts are of the updates of their replica: the counts of moments (e.g. in
       Adam's bias correction), the step of ``conditionally_transform``, and those of ``prodigy``, ``dadapt_adamw``,
-      ``momo`` and ``madgrad``, which have one count for schedule and moments. A scaling rule has its own progress,
+      ``momo_adam`` and ``madgrad``, which have one count for schedule and moments. A scaling rule has its own progress,
       see :func:`~jaxche.scaling.progress_schedule`. A schedule of ``outer`` counts merges. The windows of an
       ``optax.contrib.reduce_on_plateau`` are of the updates of the replica with most steps, whose rate a merge gives to
       all.

@@ -139,17 +139,17 @@ def dies_once(folder, when):
 def test_a_comparison_whose_process_is_killed_starts_again_where_it_was(run, tmp_path):
     dies_once(tmp_path, "info.policy == 'cadence' and info.round == 2")
     words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", PACE, "--name", "all")
-    done = run(tmp_path, *words, "--compare", "sync,cadence", "--max-restarts", "2", path=[tmp_path])
+    done = run(tmp_path, *words, "--compare", "sync,async,cadence", "--max-restarts", "2", path=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 1 was ended by SIGKILL (out of memory?); stopping the others") == 1, done.stderr
     assert "restart 1 of 2" in done.stderr
     # Neither what was done nor the policy that was not began again.
-    assert done.stdout.count("done by an earlier start") == 1
-    assert done.stdout.count("\n     0      1 ") == 2
+    assert done.stdout.count("done by an earlier start") == 2
+    assert done.stdout.count("\n     0      1 ") == 3
     assert "cadence / sync" in done.stdout
     assert " of each in " not in done.stderr  # whose advice is the arguments of a trainer
     results = json.loads((tmp_path / "runs/all/result.json").read_text())["results"]
-    assert list(results) == ["sync", "cadence"]
+    assert list(results) == ["sync", "async", "cadence"]
     assert results["sync"]["merges"] == results["sync"]["rounds"] > results["cadence"]["merges"]
     assert {numbers["examples"] for numbers in results.values()} == {1440}
     for policy, numbers in results.items():

@@ -340,7 +340,7 @@ class Sowing(nn.Module):
         return nn.Dense(2)(x)
 
 
-@pytest.mark.parametrize("names", ["losses", ("losses", "batch_stats"), True], ids=str)
+@pytest.mark.parametrize("names", ["losses", ["losses"], ("losses", "batch_stats"), True], ids=str)
 def test_values_that_a_linen_module_sows_are_terms_of_the_loss(problem, devices, close, names):
     net = Sowing()
     variables = net.init(jax.random.key(0), problem.data[0]["x"])
@@ -350,7 +350,7 @@ def test_values_that_a_linen_module_sows_are_terms_of_the_loss(problem, devices,
 
     def loss_fn(apply, batch):
         y, sown = apply(batch["x"], mutable=names)
-        assert set(sown) - {"params"} == ({"losses"} if names == "losses" else {"losses", "batch_stats"})
+        assert set(sown) - {"params"} == ({"losses"} if names in ("losses", ["losses"]) else {"losses", "batch_stats"})
         return jnp.mean((y - batch["y"]) ** 2) + 0.1 * sum(sown["losses"]["size"])
 
     trainer = jaxche.Trainer(jaxche.linen_loss(net, loss_fn), optax.sgd(0.1), replicas=devices[:1])
