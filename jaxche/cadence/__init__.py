@@ -1,7 +1,5 @@
 """How many batches each replica runs before the next merge. Host numbers; imports no jax."""
 
-from jaxche.cadence._checks import finite_number as finite_number
-from jaxche.cadence._checks import whole_number as whole_number
 from jaxche.cadence._choice import Choice as Choice
 from jaxche.cadence._choice import active_counts as active_counts
 from jaxche.cadence._choice import better_than_cadence as better_than_cadence

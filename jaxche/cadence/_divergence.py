@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from jaxche.cadence._checks import finite_number
 from jaxche.cadence._elche import TUNERS, ElChe
+from jaxche.messages import finite_number
 
 # Growth of ln(drift) a local step: above the first the anchor may not grow, above the second it shrinks.
 SUPPRESS_RATE, NUDGE_RATE = 1e-3, 1e-2

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._checks import finite_number, whole_number
 from jaxche.cadence._round_plan import (
     clamp_counts,
     limit_lead,
@@ -24,6 +23,7 @@ from jaxche.cadence._tuner_progress import PROGRESS, MergeCost
 from jaxche.cadence._tuner_seed import SEED
 from jaxche.cadence._tuner_steady import STEADY
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
+from jaxche.messages import finite_number, one_of, whole_number
 
 # A new tuner is a module like theirs, and a line here.
 TUNERS = {"seed": SEED, "steady": STEADY, "progress": PROGRESS}
@@ -106,9 +106,7 @@ class ElChe(CadenceState):
             "max_anchor": whole_number("max_anchor", self.max_anchor, 1, "ElChe(max_anchor=200)"),
             "max_batch_diff": diff,
         }
-        if not isinstance(self.tuner, str) or self.tuner not in TUNERS:
-            names = ", ".join(f'"{name}"' for name in TUNERS)
-            raise ValueError(f'tuner={self.tuner!r} is not a tuner; write one of {names}, e.g. tuner="steady"')
+        one_of("tuner", self.tuner, TUNERS)
         # Only for a new cadence: with_max_anchor may leave a measured anchor above the limit, as in the original.
         if not self.min_anchor and self.anchor > self.max_anchor:
             raise ValueError(

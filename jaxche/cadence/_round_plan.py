@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxche.cadence._checks import whole_number
 from jaxche.cadence._tuner import LARGEST_COUNT
-from jaxche.messages import brief
+from jaxche.messages import brief, whole_number
 
 # A prime near 2**32 over the golden ratio: modulo 2**32, a million of its multiples are at least 1,600 apart.
 _FAR_APART = 2654435761

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._checks import finite_number, whole_number
 from jaxche.cadence._elche import ElChe, short_row
 from jaxche.cadence._round_plan import RoundPlan
 from jaxche.drawing import COLOURS, figure_of, label_outside
-from jaxche.messages import brief
+from jaxche.messages import brief, finite_number, whole_number
 
 # Batches in an epoch of a fleet, which has no data.
 _ENDLESS = 2**48

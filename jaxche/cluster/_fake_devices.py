@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxche.cadence import whole_number
+from jaxche.messages import whole_number
 
 
 def fake_devices(count: int) -> list[Any]:

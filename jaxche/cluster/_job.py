@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxche.cadence import whole_number
 from jaxche.cluster._placement import TUNABLES, with_tunables
+from jaxche.messages import whole_number
 
 # Port of process 0, or of the coordinator of an elastic run.
 PORT = 61234

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cadence import finite_number, whole_number
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import EventLog, LinePrinter
@@ -31,6 +30,7 @@ from jaxche.distributed import (
     LIVENESS,
     start_coordinator,
 )
+from jaxche.messages import finite_number, whole_number
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.

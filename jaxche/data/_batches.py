@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.cadence import Piece, RoundPlan, whole_number
+from jaxche.cadence import Piece, RoundPlan
 from jaxche.data._checks import is_nondeterministic, refuse_other_length, sequence_of
-from jaxche.messages import brief, short_traceback, type_of
+from jaxche.messages import brief, short_traceback, type_of, whole_number
 from jaxche.sharding import batch_size, check_range, without_axes
 
 

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.cadence import whole_number
 from jaxche.data._batches import Batches, checked_length
 from jaxche.distributed import Group, process_group
-from jaxche.messages import brief, type_of
+from jaxche.messages import brief, one_of, type_of, whole_number
 from jaxche.sharding import batch_size, check_numbers, check_range, without_axes
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
@@ -109,14 +108,13 @@ class Stream:
                     "source is a function that does not take the epoch; write e.g. jaxche.Stream(lambda epoch: "
                     "batches())"
                 ) from None
-        if self.shards not in (None, True, False):
+        if not isinstance(self.shards, bool | np.bool_ | None):
             raise ValueError(
-                f"shards={self.shards!r} must be True if each process reads its own part of the data, or False if all "
-                "read the same batches"
+                f"shards={brief(self.shards)} must be True if each process reads its own part of the data, or False if "
+                "all read the same batches"
             )
         object.__setattr__(self, "prefetch", whole_number("prefetch", self.prefetch, 1, "prefetch=4"))
-        if self.resume not in ("skip", "continue"):
-            raise ValueError(f"resume={self.resume!r} is unknown; write resume='skip' or resume='continue'")
+        one_of("resume", self.resume, ("skip", "continue"))
 
     @property
     def has_one_epoch(self) -> bool:

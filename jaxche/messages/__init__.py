@@ -1,5 +1,8 @@
-"""Messages: values and ranks as text, tables, and tracebacks that end in the user's line; imports no jax."""
+"""Messages: checks of arguments, values as text, tables, tracebacks that end in the user's line; imports no jax."""
 
+from jaxche.messages._checks import finite_number as finite_number
+from jaxche.messages._checks import one_of as one_of
+from jaxche.messages._checks import whole_number as whole_number
 from jaxche.messages._text import aligned as aligned
 from jaxche.messages._text import brief as brief
 from jaxche.messages._text import format_ranks as format_ranks

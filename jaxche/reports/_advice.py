@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxche.averaging import MERGE_RULES, merge_weights
-from jaxche.cadence import ElChe, finite_number, whole_number
-from jaxche.messages import aligned, brief, html_table, per_rank
+from jaxche.cadence import ElChe
+from jaxche.messages import aligned, finite_number, html_table, one_of, per_rank, whole_number
 from jaxche.reports._every import positive
 from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
@@ -258,9 +258,8 @@ def advise(
         1:0     32        10.0       3,200      100.0%      3,200
       write: policy="cadence", average="gradients", che=jaxche.ElChe(world_size=2, anchor=2, max_anchor=2)
     """
-    for name, value, allowed in (("average", average, ("parameters", "gradients")), ("merge", merge, MERGE_RULES)):
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"{name}={brief(value)} is unknown; write one of {', '.join(map(repr, allowed))}")
+    one_of("average", average, ("parameters", "gradients"))
+    one_of("merge", merge, MERGE_RULES)
     is_listed = np.ndim(ms_per_batch) == np.ndim(now) == 1 and len(ms_per_batch) > 0
     if not is_listed or len(now) not in (0, len(ms_per_batch)):
         raise ValueError(

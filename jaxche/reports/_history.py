@@ -11,8 +11,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxche.cadence import whole_number
-from jaxche.messages import aligned, brief, html_table
+from jaxche.messages import aligned, brief, html_table, whole_number
 from jaxche.reports._advice import Advice, advise_from
 from jaxche.reports._plot import ROUNDS_DRAWN, draw
 from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, plain, rounds_svg

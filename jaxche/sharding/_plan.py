@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging import is_float, sum_dtype
-from jaxche.cadence import whole_number
-from jaxche.messages import brief
+from jaxche.messages import brief, whole_number
 from jaxche.sharding._checks import batch_size as rows_of
 from jaxche.sharding._checks import collections_of
 from jaxche.sharding._compare import Comparison, compare_strategies

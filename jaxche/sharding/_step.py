@@ -11,8 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxche.cadence import whole_number
-from jaxche.messages import brief, short_traceback
+from jaxche.messages import brief, short_traceback, whole_number
 from jaxche.sharding._checks import (
     check_batch,
     check_compute_dtype,

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import path_names
-from jaxche.cadence import whole_number
-from jaxche.messages import brief
+from jaxche.messages import brief, whole_number
 from jaxche.sharding._picture import devices_svg
 
 REPLICA, SHARD = "replica", "shard"

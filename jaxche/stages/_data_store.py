@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxche.cadence import whole_number
-from jaxche.messages import brief, type_of
+from jaxche.messages import brief, type_of, whole_number
 from jaxche.sharding import Device
 from jaxche.stages import _tensors as tensors
 from jaxche.stages._buffers import are_small_and_ready, on_device

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from jaxche.cadence import whole_number
-from jaxche.messages import brief, short_traceback
+from jaxche.messages import brief, short_traceback, whole_number
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, check_numbers, check_range, check_transform, check_update, local_devices
 from jaxche.stages._program import MicroBatches, Pace, PacedProgram, StageProgram, StageSpec

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxche.cadence import whole_number
 from jaxche.drawing import COLOURS, Bar, Lane, lanes
-from jaxche.messages import brief
+from jaxche.messages import brief, one_of, whole_number
 
 
 class Task(NamedTuple):
@@ -216,7 +216,9 @@ def _checked_times(name: str, times: Any, n_stages: int) -> tuple[float, ...]:
     try:
         found = tuple(float(time) for time in times)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={brief(times)} must be a list of times, e.g. {name}=[1.0, 2.0]") from None
+        found = (math.nan,)
+    if not all(0 <= time < math.inf for time in found):
+        raise ValueError(f"{name}={brief(times)} must be a list of finite times of at least 0, e.g. {name}=[1.0, 2.0]")
     if len(found) != n_stages:
         raise ValueError(f"{name} has {len(found)} times for {n_stages} stages; give one a stage")
     return found
@@ -226,6 +228,5 @@ def checked_micro_batch_size(size: Any, schedule: Any) -> int | None:
     """The size as a Python int, or None; refuses one below 1 and an unknown schedule."""
     if size is not None:
         size = whole_number("micro_batch_size", size, 1, "micro_batch_size=8")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r} is unknown; write one of {', '.join(map(repr, SCHEDULES))}")
+    one_of("schedule", schedule, SCHEDULES)
     return size

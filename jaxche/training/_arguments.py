@@ -10,9 +10,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet, whole_number
+from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet
 from jaxche.distributed import ElasticGroup, process_group
-from jaxche.messages import brief
+from jaxche.messages import brief, one_of, whole_number
 from jaxche.replicas import BatchOutputs, FrozenArrays, Placement, Scaling, make_placements, merges_on_host
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule
@@ -37,7 +37,6 @@ from jaxche.training._checks import (
     checked_overlap,
     checked_paces,
     checked_rows,
-    one_of,
 )
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._groups import checked_groups

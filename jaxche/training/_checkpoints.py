@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxche.cadence import ApplyPolicy, whole_number
+from jaxche.cadence import ApplyPolicy
 from jaxche.checkpoints import (
     CheckpointReader,
     CheckpointWriter,
@@ -26,6 +26,7 @@ from jaxche.checkpoints import (
 )
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
+from jaxche.messages import whole_number
 from jaxche.reports import Every, RoundInfo
 from jaxche.training._ema import with_ema_step
 from jaxche.training._fingerprint import NONDETERMINISTIC

@@ -17,21 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import MERGE_RULES, WIRES
-from jaxche.cadence import AUTO_WIRES, TUNERS, ApplyPolicy, ElChe, VirtualFleet, whole_number
+from jaxche.cadence import AUTO_WIRES, TUNERS, ApplyPolicy, ElChe, VirtualFleet
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
-from jaxche.messages import brief
+from jaxche.messages import brief, one_of, whole_number
 from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
 from jaxche.reports import RoundInfo
 from jaxche.scaling import AdamScale
 from jaxche.sharding import RNG_NAMES, check_transform, wanted_names
 
 _log = logging.getLogger("jaxche")
-
-
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Refuse a value that is not in ``allowed``."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={brief(value)} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
 class Averaging(NamedTuple):

@@ -15,8 +15,8 @@ from jaxche.cadence import (
     group_cost_ms,
     half_life_of,
     most_group_merges,
-    whole_number,
 )
+from jaxche.messages import whole_number
 from jaxche.replicas import BatchPlacement
 from jaxche.training._checks import Averaging
 from jaxche.training._state import TrainerState

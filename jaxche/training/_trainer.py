@@ -18,12 +18,11 @@ from jaxche.cadence import (
     ElChe,
     VirtualFleet,
     better_than_cadence,
-    finite_number,
     is_long_merge,
     merge_share,
 )
 from jaxche.distributed import ElasticGroup
-from jaxche.messages import brief, per_rank, short_traceback
+from jaxche.messages import brief, finite_number, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule

@@ -144,7 +144,7 @@ def test_dead_zone_is_strict():
 
 
 def test_a_tuner_is_a_name():
-    with pytest.raises(ValueError, match=r"tuner=\['steady'\] is not a tuner; write one of"):
+    with pytest.raises(ValueError, match=r"tuner=\['steady'\] is unknown; write one of 'seed', 'steady', 'progress'"):
         ElChe(world_size=2, tuner=["steady"])  # pyright: ignore[reportArgumentType]
 
 

@@ -324,5 +324,5 @@ def test_a_new_tuner_is_a_line_in_the_table(monkeypatch):
     che = jaxche.ElChe(2, 4, tuner="fixed").report_timing([20.0, 50.0], [1, 1], 1.0)
     assert (che.anchor, che.batch_counts) == (6, (4, 4))
     assert replace(che, ms_per_batch=(20.0, 50.0)).nudge_anchor_down(0.5).batch_counts == (7, 7)
-    with pytest.raises(ValueError, match='"progress", "fixed"'):
+    with pytest.raises(ValueError, match="'progress', 'fixed'"):
         jaxche.ElChe(2, tuner="unknown")

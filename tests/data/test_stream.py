@@ -114,8 +114,10 @@ def test_one_process_reads_all():
         (lambda: jaxche.Stream(np.ones(3)), "source is a ndarray"),
         (lambda: jaxche.Stream(threading.active_count), "does not take the epoch; write e.g. jaxche.Stream"),
         (lambda: jaxche.Stream([1], shards="yes"), "shards='yes' must be True"),
+        (lambda: jaxche.Stream([1], shards=np.ones(2)), r"shards=float64\[2\] must be True"),
         (lambda: jaxche.Stream([1], prefetch=0), "prefetch"),
-        (lambda: jaxche.Stream([1], resume="go"), "resume='go' is unknown; write resume='skip'"),
+        (lambda: jaxche.Stream([1], resume="go"), "resume='go' is unknown; write one of 'skip', 'continue'"),
+        (lambda: jaxche.Stream([1], resume=np.ones(2)), r"resume=float64\[2\] is unknown"),
     ],
 )
 def test_a_wrong_argument_is_named(make, named):

@@ -1,3 +1,4 @@
+import math
 from fractions import Fraction
 
 import pytest
@@ -97,8 +98,10 @@ def test_numbers_of_a_schedule_are_whole(make):
         (5, [1.0], r"schedule=5 must be the tasks of each stage; write e\.g\. jaxche\.stages\.gpipe\(2, 8\)"),
         ([5], [1.0], r"schedule=\[5\] must be the tasks"),
         ([[("F", 0)]], [1.0], r"schedule=\[\[\('F', 0\)\]\] must be the tasks"),
-        (gpipe(1, 1), 1.0, r"forward=1.0 must be a list of times, e\.g\. forward=\[1.0, 2.0\]"),
-        (gpipe(1, 1), ["a"], r"forward=\['a'\] must be a list of times"),
+        (gpipe(1, 1), 1.0, r"forward=1.0 must be a list of finite times of at least 0, e\.g\. forward=\[1.0, 2.0\]"),
+        (gpipe(1, 1), ["a"], r"forward=\['a'\] must be a list of finite times"),
+        (gpipe(1, 1), [math.nan], r"forward=\[nan\] must be a list of finite times"),
+        (gpipe(1, 1), [-1.0], r"forward=\[-1.0\] must be a list of finite times of at least 0"),
     ],
 )
 def test_a_simulation_takes_tasks_and_times(schedule, forward, message):

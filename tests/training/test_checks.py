@@ -22,13 +22,11 @@ from jaxche.training._checks import (
     checked_callbacks,
     checked_max_rows,
     checked_paces,
-    one_of,
 )
 
 
 def test_good_arguments_pass(monkeypatch):
     monkeypatch.delenv("JAXCHE_PACE_MS", raising=False)
-    one_of("merge", "steps", ("steps", "batch"))
     assert checked_paces(None, 2) == [None, None]
     assert checked_paces(20, 2) == [20, 20]
     assert checked_paces((20, 50), 2) == [20, 50]
@@ -66,15 +64,12 @@ ISLAND = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process
             lambda: check_model_state({"n": (np.zeros(2),)}, {"n": [np.zeros(2)]}),
             r"the tree is .*\[\*\].* instead of .*\(\*,\).*; return the same tree",
         ),
-        (lambda: one_of("merge", "mean", ("steps", "batch")), "'steps', 'batch'"),
         (lambda: checked_paces((1, 0), 2), "positive"),
         (lambda: checked_paces(float("inf"), 2), "positive"),
         (lambda: checked_paces(["20", "50"], 2), "positive"),
         (lambda: checked_paces(True, 2), "positive"),
         (lambda: checked_paces(np.array(20.0), 2), "positive"),
         (lambda: checked_paces("20", 2), r"pace_ms='20' must be .*; write e\.g\. pace_ms=\[20\.0, 20\.0\]"),
-        (lambda: one_of("merge", np.zeros(2), ("steps", "batch")), r"merge=float64\[2\] is unknown; write one of"),
-        (lambda: one_of("merge", len, ("steps", "batch")), "merge=<builtin_function_or_method len> is unknown"),
         (lambda: checked_length(jaxche.Batches), r"data=Batches is a class, .*; write data=Batches\(\.\.\.\), with"),
         (lambda: checked_length(3), "len"),
         (

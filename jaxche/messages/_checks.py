@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
-from jaxche.messages import brief
+from jaxche.messages._text import brief
 
 
 def whole_number(name: str, value: Any, least: int, write: str, most: float = math.inf) -> int:
     """``value`` as a Python int; ValueError unless it is a whole number from ``least`` to ``most``."""
     try:
         # True is an int in Python, and a mistake as a count.
-        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
@@ -37,3 +36,9 @@ def finite_number(name: str, value: Any, write: str, least: float = -math.inf) -
         floor = f" of at least {least:g}" if least > -math.inf else ""
         raise ValueError(f"{name}={brief(value)} must be a finite number{floor}; write e.g. {write}")
     return number
+
+
+def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    """Raise ValueError unless ``value`` is one of the strings ``allowed``."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={brief(value)} is unknown; write one of {', '.join(map(repr, allowed))}")
