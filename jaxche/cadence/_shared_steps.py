@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median_low
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +54,11 @@ def best_shared_steps(cost: MergeCost, tau: float, replicas: float, step_ms: flo
     number = max(1, round(min(best_shared_ms(cost, tau, replicas), most_ms) / step_ms))
     if not cost.overlap:
         return number
-
-    def progress(n: int) -> float:
-        wall = n * step_ms
-        rate = wall / (wall + cost.added_to([wall], [n]))
-        return rate * shared_worth(wall, tau, replicas) / (1 + cost.overlap * wall / tau)
-
-    return max(range(1, max(2 * number, math.ceil(1 / cost.overlap)) + 1), key=progress)
+    numbers = np.arange(1, max(2 * number, math.ceil(1 / cost.overlap)) + 1)
+    wall = numbers * step_ms
+    rate = wall / (wall + cost.added_to_steps(numbers, step_ms))
+    progress = rate * shared_worth(wall, tau, replicas) / (1 + cost.overlap * wall / tau)
+    return int(numbers[progress.argmax()])
 
 
 def effective_ranks(speeds: Sequence[float] | np.ndarray) -> float:
@@ -68,7 +67,7 @@ def effective_ranks(speeds: Sequence[float] | np.ndarray) -> float:
     return float(v.sum() ** 2 / (v**2).sum())
 
 
-def shared_worth(round_ms: float, tau: float, replicas: float) -> float:
+def shared_worth(round_ms: Any, tau: float, replicas: float) -> Any:
     """The progress of local steps that share batches, relative to as many steps of one device, 0.93 / (1 + (T / T₀)²).
 
     To first order in the learning rate they are those steps, so what is lost grows with the square of a round.

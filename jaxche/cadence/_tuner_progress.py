@@ -65,6 +65,12 @@ class MergeCost(NamedTuple):
         sent = sent_after(wall_ms, counts, beside, self.exchange_ms)
         return added + exposed_exchange_ms(wall_ms, counts, sent, self.exchange_ms)
 
+    def added_to_steps(self, numbers: np.ndarray, step_ms: float) -> np.ndarray:
+        """The time that it adds to rounds of these numbers of steps, as :meth:`added_to` of equal replicas."""
+        beside = np.floor(self.overlap * numbers)
+        after = np.minimum(np.ceil(_SPARE * self.exchange_ms / step_ms), numbers - np.maximum(1, beside))
+        return np.maximum(0, self.ms - beside * step_ms) + np.maximum(0, self.exchange_ms - after * step_ms)
+
     def least_round_ms(self, target: float) -> float:
         """The shortest round to which it adds at most the part ``target``."""
         parts = (self.ms, self.overlap), (self.exchange_ms, 1 - self.overlap), (self.ms + self.exchange_ms, 1.0)

@@ -282,6 +282,14 @@ def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exch
         assert shared_steps(che, rows, 1, step_ms, 2 * step_ms) == 2
 
 
+@pytest.mark.parametrize("sync_ms", [0.2, 30.0, 300.0])
+@pytest.mark.parametrize("exchange_ms", [0.0, 7.0, 150.0])
+def test_what_a_merge_adds_is_known_for_many_numbers_of_steps_at_once(sync_ms, exchange_ms):
+    cost, numbers = MergeCost(sync_ms, 0.4, exchange_ms), np.arange(1, 50)
+    one_by_one = [cost.added_to([14.3 * n], [n]) for n in numbers.tolist()]
+    np.testing.assert_allclose(cost.added_to_steps(numbers, 14.3), one_by_one, atol=1e-9)
+
+
 def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
     che = jaxche.ElChe(2, 2, 0.05, tuner="steady", overlap=0.5)
     for _ in range(4):
