@@ -64,6 +64,7 @@ _EMIT_OPTIONS += ("module", "command")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False  # the options of the script are none of this command, however they begin
     options = Options(parser)
     options.add_processes("number of processes (default: one per GPU, and those of --on-cpu; required without GPUs)")
     options.add_integer(

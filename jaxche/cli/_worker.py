@@ -148,7 +148,7 @@ def _earlier_result(folder: Path) -> Result | None:
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
     """The pace of each rank, or None, and the unpaced step times, if they were measured."""
     pace = args.pace
-    if pace is None and PACE_MS in os.environ:
+    if pace is None and not args.ratios and PACE_MS in os.environ:
         return None, ()
     os.environ.pop(PACE_MS, None)
     if pace is None:

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID, scheduled
+from jaxche.messages import whole_number
 
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
 _VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
@@ -82,9 +83,8 @@ def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> 
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         raise ValueError(f"Got {there} without {' and '.join(missing)}: give all three or none. Write: {write}")
     (address_name, address), (count_name, count), (id_name, number) = given.items()
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"{count_name}={count!r} must be a whole number of at least 1. Write: {write}")
-    if not isinstance(number, int) or not 0 <= number < count:
+    count, number = whole_number(count_name, count, 1, write), whole_number(id_name, number, 0, write)
+    if number >= count:
         raise ValueError(f"{id_name}={number!r} must be one of 0 to {count - 1} ({count_name}={count}).")
     if not isinstance(address, str) or not _is_address(address):
         raise ValueError(

@@ -119,8 +119,8 @@ def nvidia_smi(*options: str) -> tuple[int | None, str]:
 
 
 def _listed() -> list[tuple[str, str]]:
-    code, output = nvidia_smi("-L")
-    return [] if code else parse_listing(output)
+    # It lists the others if one GPU has a fault, and then ends with an error.
+    return parse_listing(nvidia_smi("-L")[1])
 
 
 def _driver_files() -> list[tuple[str, str]]:

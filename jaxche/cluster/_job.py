@@ -54,7 +54,7 @@ class Job:
 def parse_nodes(text: str) -> tuple[Nodes, ...]:
     """Parse ``COUNT[xGPUS[:KIND]]``, separated by commas."""
     groups = []
-    for word in text.split(","):
+    for word in str(text).split(","):  # a number of machines may be an int
         match = _GROUP.fullmatch(word.strip())
         if match is None:
             raise ValueError(f"--nodes {text!r} is invalid at {word!r}. Write: {_WRITE}")

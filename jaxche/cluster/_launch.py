@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import EventLog, LinePrinter
@@ -30,7 +32,7 @@ from jaxche.distributed import (
     LIVENESS,
     start_coordinator,
 )
-from jaxche.messages import finite_number, whole_number
+from jaxche.messages import brief, finite_number, whole_number
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.
@@ -113,7 +115,8 @@ def launch(
     processes = whole_number("processes", processes, 1, "processes=2")
     on_cpu = whole_number("on_cpu", on_cpu, 0, "on_cpu=1")
     max_restarts = check_failures(max_restarts, hang_timeout_s)
-    _check_command(command, processes, on_cpu, pace_ms)
+    _check_command(command, processes, on_cpu, env)
+    paces = [None] * processes if pace_ms is None else _checked_paces(pace_ms, processes)
     grace_s = finite_number("grace_s", grace_s, "grace_s=5", 0.0)
     term_grace_s = finite_number("term_grace_s", term_grace_s, "term_grace_s=25", 0.0)
     if heartbeat_timeout_s is not None:
@@ -136,7 +139,6 @@ def launch(
         base[HEARTBEAT_TIMEOUT] = f"{heartbeat_timeout_s:g}"
     if events is not None:
         base[EVENTS] = os.path.abspath(events)
-    paces = [None] * processes if pace_ms is None else pace_ms
     placements = [
         dataclasses.replace(placement, core=placement.core if pin else None, pace_ms=pace)
         for placement, pace in zip(assign_placements(processes, base, on_cpu), paces, strict=True)
@@ -232,7 +234,7 @@ def _signals() -> Iterator[queue.SimpleQueue[int]]:
             signal.signal(number, handler)
 
 
-def _check_command(command: Sequence[str], processes: int, on_cpu: int, pace_ms: Sequence[float] | None) -> None:
+def _check_command(command: Sequence[str], processes: int, on_cpu: int, env: Mapping[str, str] | None) -> None:
     if isinstance(command, str) or not command:
         raise ValueError(f'command={command!r} must be a list of words. Write: [sys.executable, "train.py"]')
     if on_cpu >= processes:
@@ -240,13 +242,17 @@ def _check_command(command: Sequence[str], processes: int, on_cpu: int, pace_ms:
             f"on_cpu={on_cpu!r} must leave one of processes={processes} for an accelerator. Write: on_cpu=1 with "
             "processes=2, or JAX_PLATFORMS=cpu for all of them"
         )
-    if pace_ms is None:
-        return
-    if len(pace_ms) != processes:
+    for name, value in dict(env or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise ValueError(f"env={{{name!r}: {value!r}}} must be text. Write: env={{{str(name)!r}: {str(value)!r}}}")
+
+
+def _checked_paces(pace_ms: Sequence[float], processes: int) -> list[float]:
+    write = "pace_ms=[20, 50] with processes=2"
+    paces = [finite_number("pace_ms", pace, write, 0.0) for pace in np.atleast_1d(pace_ms).tolist()]
+    if len(paces) != processes or not all(paces):
         raise ValueError(
-            f"pace_ms={list(pace_ms)!r} has {len(pace_ms)} value(s) for processes={processes}: "
-            "one a process. Write: pace_ms=[20, 50] with processes=2"
+            f"pace_ms={brief(pace_ms)} must be a positive number of ms for each of processes={processes}. "
+            f"Write: {write}"
         )
-    for pace in pace_ms:
-        if not 0 < pace < math.inf:
-            raise ValueError(f"pace_ms={list(pace_ms)!r}: {pace!r} must be positive milliseconds.")
+    return paces

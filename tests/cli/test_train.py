@@ -4,6 +4,7 @@ import json
 import os
 import re
 from argparse import Namespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,6 +141,12 @@ def test_the_pace_of_the_launcher_is_kept_and_told(monkeypatch):
     monkeypatch.setenv("JAXCHE_PACE_MS", "20")
     assert _worker._paces(Namespace(pace=None, ratios=None), None, None, 2) == (None, ())
     assert os.environ["JAXCHE_PACE_MS"] == "20"
+    trainer = SimpleNamespace(measure_rates=lambda *_, **__: [1000.0, 1000.0], init=lambda *_: None)
+    monkeypatch.setattr(_worker, "Trainer", lambda *_, **__: trainer)
+    task = SimpleNamespace(loss_fn=None, tx=None, data=None)
+    paces, _ = _worker._paces(Namespace(pace=None, ratios=(1.0, 3.0), seed=0), task, (), 2)
+    assert paces == (20.0, 60.0)  # those that are asked for
+    monkeypatch.setenv("JAXCHE_PACE_MS", "20")
     data = jaxche.Batches(np.ones((8, 2)), 4)
     header = _worker._header(Namespace(name="digits", data=data), {"w": np.ones(3)}, 1, None, ())
     assert header.splitlines()[1] == "  3 parameters, 1 epoch of 2 batches of 4"

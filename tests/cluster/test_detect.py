@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxche.cluster import _connect
@@ -88,6 +89,7 @@ def test_mpich_has_no_address_either():
         (("h:1", 0, 0), "num_processes=0"),
         (("h:1", 2, 2), "process_id=2 must be one of 0 to 1"),
         (("h:1", 2, -1), "process_id=-1"),
+        (("h:1", "2", 0), "num_processes='2' must be a whole number"),
         (("h", 2, 0), "coordinator_address='h' must be 'host:port'"),
         (("h:99999", 2, 0), "host:port"),
         (("fd00::1:1234", 2, 0), "brackets around an IPv6 address"),
@@ -96,6 +98,12 @@ def test_mpich_has_no_address_either():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         detect({}, *arguments)
+
+
+def test_numbers_may_come_from_numpy():
+    found = detect({}, "h:1", np.int64(2), np.int64(1))
+    assert found == Detected("arguments", "h:1", 2, 1)
+    assert {type(found.num_processes), type(found.process_id)} == {int}
 
 
 def test_wrong_variables_are_named():

@@ -17,9 +17,12 @@ from jaxche.cluster import launch
         ({"processes": 2, "on_cpu": -1}, "on_cpu=-1 must be at least 0"),
         ({"processes": 2, "on_cpu": 2}, "on_cpu=2 must leave one of processes=2"),
         ({"processes": 2, "on_cpu": 1, "env": {"JAX_PLATFORMS": "cpu"}}, "on_cpu=1, but there are no accelerators"),
-        ({"processes": 2, "pace_ms": [20.0]}, r"pace_ms=\[20.0\] has 1 value\(s\) for processes=2"),
-        ({"processes": 2, "pace_ms": [20.0, -1.0]}, "-1.0 must be positive"),
-        ({"processes": 1, "pace_ms": [float("nan")]}, "positive"),
+        ({"processes": 2, "pace_ms": [20.0]}, r"pace_ms=\[20.0\] must be .* each of processes=2"),
+        ({"processes": 2, "pace_ms": 20}, r"pace_ms=20 must be .* each of processes=2\. Write: pace_ms=\[20, 50\]"),
+        ({"processes": 2, "pace_ms": [20.0, -1.0]}, "pace_ms=-1.0 must be"),
+        ({"processes": 2, "pace_ms": [20.0, 0.0]}, "must be a positive number"),
+        ({"processes": 1, "pace_ms": [float("nan")]}, "pace_ms=nan must be a finite number"),
+        ({"processes": 1, "env": {"A": 1}}, "env={'A': 1} must be text. Write: env={'A': '1'}"),
         ({"processes": 1, "grace_s": -1.0}, "grace_s=-1.0"),
         ({"processes": 1, "term_grace_s": float("inf")}, "term_grace_s=inf"),
         ({"processes": 1, "max_restarts": -1}, "max_restarts=-1"),
@@ -75,6 +78,8 @@ def _parse(*words):
         (["-n", "2", "--", __file__, "--lr", "1"], [sys.executable, __file__, "--lr", "1"]),
         (["-n", "2", "-m", "a.b", "--lr", "1"], [sys.executable, "-m", "a.b", "--lr", "1"]),
         (["-n", "2", "--", "bash", "-c", "true"], ["bash", "-c", "true"]),
+        # Options of the script with which several options of the launcher begin.
+        (["-n", "2", __file__, "--n", "5", "--h", "1"], [sys.executable, __file__, "--n", "5", "--h", "1"]),
     ],
 )
 def test_the_command_line_becomes_a_command(words, command, monkeypatch):

@@ -40,6 +40,11 @@ def test_a_driver_that_hangs_shows_no_gpus(monkeypatch):
     assert gpu_ids({}) == []
 
 
+def test_the_other_gpus_are_listed_where_one_has_a_fault(monkeypatch):
+    monkeypatch.setattr("jaxche.cluster._gpus.nvidia_smi", lambda *_: (14, LISTING))
+    assert gpu_ids({}) == ["MIG-1", "MIG-2", "GPU-b"]
+
+
 def test_a_container_without_nvidia_smi_has_gpus_too(monkeypatch, tmp_path):
     for address, kind in (("0000:3b:00.0", "NVIDIA L4"), ("0000:01:00.0", "NVIDIA H100")):
         (tmp_path / address).mkdir()

@@ -49,7 +49,11 @@ def test_nodes():
     assert total_tasks(groups) == 23
 
 
-@pytest.mark.parametrize("nodes", ["", "0", "x8", "2x0", "2x8:", "2,", "h100"])
+def test_a_number_of_nodes_may_be_an_integer():
+    assert emit("slurm", COMMAND, 2) == emit("slurm", COMMAND, "2")
+
+
+@pytest.mark.parametrize("nodes", ["", "0", "x8", "2x0", "2x8:", "2,", "h100", 2.5, None])
 def test_invalid_nodes(nodes):
     with pytest.raises(ValueError, match=r"--nodes .* is invalid.*Write: --nodes"):
         parse_nodes(nodes)
