@@ -167,7 +167,7 @@ class CheckpointManager(Hook):
             if self._group.is_leader:
                 self._lock.acquire()
         restore = Restore(self._trainer, self._folder, self._source)
-        run.state = restore.newest(run.state)
+        given, run.state = run.state, restore.newest(run.state)
         ended = "that run has ended, so nothing is trained now: give each run a folder of its own"
         if restore.is_of_other_data:
             _log.warning(
@@ -193,6 +193,13 @@ class CheckpointManager(Hook):
         self._writer.open()
         run.history = self._log.truncate(run.state.round)
         self._logged = run.history[-1] if run.history else None
+        if (run.history or run.state is not given) and not run.has_last_record and self._group.is_first:
+            _log.warning(
+                "%s ends before round %s, the last one before this fit: rounds are missing from the history. If it is "
+                "the record of another run, give each run a folder of its own",
+                self._folder / "history.jsonl",
+                run.state.round - 1,
+            )
         run.settles = self._every is None and self._config.every == 1
         # Not where "auto" has chosen overlap: it waits for merges then.
         if self._trainer._local_engine.overlaps and run.settles and self._group.is_first:

@@ -66,6 +66,11 @@ class Run:
             left.append(self.end.steps - state.steps)
         return min(left, default=None)
 
+    @property
+    def has_last_record(self) -> bool:
+        """Whether the history ends with the last round of the state; a damaged file may lack it."""
+        return bool(self.history) and self.history[-1].round == self.state.round - 1
+
     def is_due(self, every: Every) -> bool:
         """Whether something is due after the last round; equal in all processes."""
         return every.is_due(self.before, self.state.reached)
@@ -119,7 +124,7 @@ class EvaluationHook(Hook):
         self._missed = shrunk
 
     def on_end(self, run: Run) -> None:
-        if run.history and not run.history[-1].validation:
+        if run.has_last_record and not run.history[-1].validation:
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> None:

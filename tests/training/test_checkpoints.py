@@ -465,6 +465,36 @@ def test_a_record_cut_in_mid_line_or_longer_than_the_checkpoint_is_mended(saved,
     assert told(jaxche.History.from_json(record)) == told(again)
 
 
+def test_a_record_that_lacks_rounds_is_told(saved, problem, make_trainer, caplog):
+    folder, run, *_ = saved
+    record = folder / "history.jsonl"
+    run()
+    whole = record.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    lacks = f"history.jsonl ends before round {len(lines) - 1}, the last one before this fit: rounds are missing"
+    trainer = make_trainer()
+    options = {"checkpoints": folder, "validation": problem.data, "progress": False}
+    for damaged in (b"", b"".join(lines[:-1])):
+        caplog.clear()
+        record.write_bytes(damaged)
+        _, history = trainer.fit(trainer.init(problem.params), problem.data, 2, **options)
+        assert lacks in caplog.text
+        assert not any(info.validation for info in history)  # the round that was evaluated is not there
+    caplog.clear()
+    record.write_bytes(whole)
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, 2, **options)
+    assert history[-1].validation
+    assert not caplog.messages
+
+
+def test_a_folder_with_older_rounds_of_another_run_is_told(saved, problem, make_trainer, caplog):
+    folder, trainer = saved[0], make_trainer()
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, max_steps=16, progress=False)
+    assert state.round > 3
+    trainer.fit(state, problem.data, 2, checkpoints=folder, progress=False)
+    assert f"ends before round {state.round - 1}, the last one before this fit" in caplog.text
+
+
 @pytest.fixture
 def full_disk():
     """Lets no file of this process grow beyond a size, or any again with None."""
