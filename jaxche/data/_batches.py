@@ -481,7 +481,7 @@ def join_pieces(step: Step, read: Callable[[Key], Any], divides: bool) -> list[t
     """One batch of the rows of all pieces, and the rows that it has of each batch; nothing without rows.
 
     A whole batch is not copied, and its slice has no end. ``read`` returns None for a batch after the end of a stream.
-    Pieces whose rows have unlike shapes are refused, or with ``divides`` are a batch for each shape.
+    Pieces whose rows have unlike shapes or static fields are refused, or with ``divides`` are a batch for each of them.
     """
     if len(step) == 1 and (step[0].begin, step[0].end) == (0, step[0].of):
         batch = read(step[0].key)
@@ -495,11 +495,11 @@ def join_pieces(step: Step, read: Callable[[Key], Any], divides: bool) -> list[t
     try:
         return [_join(parts)]
     except (TypeError, ValueError):
-        alike = [list(group) for _, group in itertools.groupby(parts, key=lambda part: _row_shapes(part[0]))]
+        alike = [list(group) for _, group in itertools.groupby(parts, key=lambda part: _row_traits(part[0]))]
         if len(alike) == 1:
             raise
         if not divides:
-            raise _unlike(*(_row_shapes(group[0][0]) for group in alike[:2])) from None
+            raise _unlike(*(_row_traits(group[0][0]) for group in alike[:2])) from None
         return [_join(group) for group in alike]
 
 
@@ -507,17 +507,25 @@ def _join(parts: Sequence[tuple[Any, list[tuple[Key, slice]]]]) -> tuple[Any, li
     return jax.tree.map(_concatenate, *(batch for batch, _ in parts)), [taken[0] for _, taken in parts]
 
 
-def _row_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): np.shape(x)[1:] for path, x in jax.tree.leaves_with_path(batch)}
+def _row_traits(batch: Any) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """The shape of a row of each array, and the structure of the batch, which has its static fields."""
+    leaves, structure = jax.tree.flatten_with_path(batch)
+    return {jax.tree_util.keystr(path): np.shape(x)[1:] for path, x in leaves}, structure
 
 
-def _unlike(first: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> ValueError:
+def _unlike(first: tuple[dict[str, tuple[int, ...]], Any], other: tuple[dict[str, tuple[int, ...]], Any]) -> ValueError:
     """The error for parts of batches that differ in more than their number of rows."""
-    name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+    (shapes, structure), (others, other_structure) = first, other
+    names = (name for name in {**shapes, **others} if shapes.get(name) != others.get(name))
+    what = f"different structures: {structure} and {other_structure}; make them alike"
+    if (name := next(names, None)) is not None:
+        what = (
+            f"different shapes: a row of {name or 'a batch'} has shape {shapes.get(name, 'none')} in one and "
+            f"{others.get(name, 'none')} in another; pad the batches to one shape"
+        )
     return ValueError(
-        f"a step joins batches of different shapes: a row of {name or 'a batch'} has shape {first.get(name, 'none')} "
-        f"in one and {other.get(name, 'none')} in another; pad the batches to one shape, or write rows='equal', and "
-        "policy='cadence' for policy='auto', so that no batches are joined"
+        f"a step joins batches of {what}, or write rows='equal', and policy='cadence' for policy='auto', so that no "
+        "batches are joined"
     )
 
 

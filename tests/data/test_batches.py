@@ -148,7 +148,7 @@ def test_rows_of_unlike_batches_are_not_joined(second, named):
 def test_rows_of_batches_of_unlike_trees_are_not_joined():
     reader = SequenceReader([(np.zeros((4, 3)),), [np.zeros((4, 3))]])
     (feed,) = reader.start([[(Piece((0, 0)), Piece((0, 1)))]])
-    with pytest.raises(ValueError, match="tuple"):
+    with pytest.raises(ValueError, match=r"different structures: PyTreeDef\(\(\*,\)\) and PyTreeDef\(\[\*\]\)"):
         list(feed)
     reader.close()
 
@@ -176,6 +176,21 @@ def test_a_step_on_unlike_batches_is_divided_where_it_may_be():
         ((2, 5), [((0, 2), slice(2, 4))], True),
     ]
     assert feed.divided == 1
+    reader.close()
+
+
+def test_a_step_on_batches_with_unlike_static_fields_is_divided_where_it_may_be():
+    def batch(n, graphs):
+        return jax.tree_util.Partial(graphs, x=np.arange(n))  # the function is static
+
+    arrays, step = [batch(4, max), batch(4, max), batch(4, min)], [Piece((0, i)) for i in range(3)]
+    reader = SequenceReader(arrays)
+    (feed,) = reader.start([[step]])
+    with pytest.raises(ValueError, match=r"structures: .*max.* and .*min.*; make them alike, or write rows='equal'"):
+        feed.peek(0)
+    feed.divides = True
+    taken = [(batch.func, batch.keywords["x"].shape, feed.ends_step) for batch in feed]
+    assert taken == [(max, (8,), False), (min, (4,), True)]
     reader.close()
 
 
