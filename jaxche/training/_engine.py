@@ -356,8 +356,11 @@ class Engine:
         return self._readers.of(data)
 
     def measure_batches(self, reader: Reader, plan: RoundPlan) -> None:
-        """Take the size of a whole batch from this data, if it is not that of the round before."""
-        if reader is not self._sized_by:
+        """Take the size of a whole batch from this data, if it is not that of the round before.
+
+        Each process reads other batches of a sharded stream; the size that all planned with stays.
+        """
+        if reader is not self._sized_by and not reader.is_sharded:
             self._sized_by = reader
             # A batch that one process cannot read is refused in the round, by all processes together.
             with contextlib.suppress(Exception):

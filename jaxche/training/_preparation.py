@@ -39,6 +39,7 @@ from jaxche.sharding import batch_size, is_maker
 from jaxche.training._checks import check_model_state
 from jaxche.training._engine import MOST_ROWS, Engine
 from jaxche.training._fingerprint import (
+    NONDETERMINISTIC,
     check_streams,
     data_digest,
     digest,
@@ -132,6 +133,10 @@ class PreparedEngine(Engine):
                 self._set_layout(without_replica_axis(local_states[0].params))
                 data_seen = self.data_digest(data) if self._group.num_processes > 1 else ""
                 batch = self._measured(self.reader(data), plan)
+            # The first batches of the parts of a stream may have unlike sizes, by which a loss is traced.
+            sizes, structures = zip(*self._group.all_gather((self.batch_size, _structure(batch))), strict=True)
+            self.batch_size = max(sizes)
+            with self._group.errors_everywhere(self.ranks[0], _PLACE):
                 constants = self._build(local_states[0], batch, self.batch_size)
                 first = [self._first_step(rank, plan, batch) for rank in self.ranks]
                 clock = time.perf_counter()
@@ -143,6 +148,8 @@ class PreparedEngine(Engine):
                 for replica, local, own in zip(self._replicas, local_states, first, strict=True):
                     replica.warm_up(local, own, takes)
             seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
+            if len(set(structures)) > 1:
+                self._code |= dict.fromkeys(self._code.keys() - {"code of tx", "code of outer"}, NONDETERMINISTIC)
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
@@ -321,3 +328,8 @@ class PreparedEngine(Engine):
             most = min(row_limit(memory, replica.placement), MOST_ROWS)
             found.append((self.order[rank], memory.by_purpose, most))
         return found
+
+
+def _structure(batch: Any) -> str:
+    """What a loss is traced by: the structure of a batch, and the shapes of its arrays."""
+    return f"{jax.tree.structure(batch)} {[np.shape(x) for x in jax.tree.leaves(batch)]}"

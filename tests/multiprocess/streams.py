@@ -110,6 +110,14 @@ def own(length=None):
     return jaxche.Stream(source, shards=True)
 
 
+def unlike():
+    """A stream of this process's own, with batches of four rows in one and of two in the other."""
+    source, process = own().source, jaxche.process_shard()[0]
+    return jaxche.Stream(
+        lambda epoch: (jax.tree.map(lambda x: x[: 4 - 2 * process], one) for one in source(epoch)), shards=True
+    )
+
+
 def equal(length=EQUAL):
     return jaxche.Stream(lambda epoch: (batch(7, 1000 * epoch + i) for i in range(length)), shards=False)
 
@@ -140,6 +148,11 @@ def main(folder):
     state = made.init(jnp.zeros((4, 1)))
     (state, _), results["island"] = trained_on(lambda: made.fit(state, wide(), epochs=2, progress=False))
     results["own island"] = refused(lambda: made.fit(state, own()))
+    results["unlike"] = fit(unlike(), max_examples=24)
+    made = trainer()  # its steps are prepared by batches of another size
+    for data in (equal(), unlike()):
+        state, history = made.fit(made.init(jnp.zeros((3, 1))), data, max_examples=24, progress=False)
+        results["unlike later"] = [state.examples, [info.counts for info in history]]
     # Stopped after the end of one stream, and before; processes stop after the next round.
     for name, data, stop in [("own", own, 3), ("own, before", own, 1), ("equal", equal, 1)]:
         saved = jaxche.Checkpoints(folder / name, every=100)

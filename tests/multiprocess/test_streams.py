@@ -45,6 +45,16 @@ def test_each_process_trains_on_its_own_stream_in_order(results):
     assert planned == [[2, 2], [2, 2], [2, 2], [2, 0], [2, 0], [2, 0]]
 
 
+def test_the_batches_of_the_processes_may_have_unlike_sizes(results):
+    one, other = results
+    assert alike(one["unlike"]) == alike(other["unlike"])
+    assert one["unlike later"] == other["unlike later"]
+    assert one["unlike later"][0] >= 24  # at the first merge after them
+    for process, result in enumerate(results):
+        found = result["unlike"]["found"]
+        assert found == own_ids(process)[: len(found)]
+
+
 def test_equal_streams_are_divided(results):
     assert sorted(results[0]["equal"]["found"] + results[1]["equal"]["found"]) == equal_ids()
     assert alike(results[0]["equal"]) == alike(results[1]["equal"])
