@@ -366,6 +366,11 @@ class SequenceReader:
             self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: reading(sequence)}
         read = self._epochs[epoch]
         batch = read(index)
+        if batch is None:  # which ends a stream
+            raise ValueError(
+                f"data[{index}] is None; return a pytree of arrays with a leading batch axis, e.g. np.zeros(64) if "
+                "loss_fn draws 64 examples by its argument rng"
+            )
         if self.nondeterministic is None:
             self.nondeterministic = is_nondeterministic(batch, read, index, len(self.data), self.data)
         return batch

@@ -225,7 +225,10 @@ def _check_elastic(stream: Stream) -> None:
 def as_batch(value: Any) -> Any:
     """A batch with tensors and columns of numbers as NumPy arrays; ValueError unless it is a batch of arrays."""
     if value is None:
-        raise ValueError("the stream yields None; yield batches, pytrees of arrays with a leading batch axis")
+        raise ValueError(
+            "the stream yields None; yield batches, pytrees of arrays with a leading batch axis, e.g. np.zeros(64) if "
+            "loss_fn draws 64 examples by its argument rng"
+        )
     batch = jax.tree.map_with_path(_array, value, is_leaf=_is_column)
     try:
         batch_size(batch)  # refuses arrays without a common leading axis

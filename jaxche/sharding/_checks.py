@@ -315,13 +315,16 @@ def batch_size(batch: Any) -> int:
                     f"{of} is a list of numbers, which JAX takes as a scalar each; write np.asarray(x) for it, and pad "
                     "rows of different lengths to one"
                 )
-            raise ValueError(
-                f"{name} is a scalar, and every array of a batch needs a leading batch axis; write np.full(n, x), "
-                "which has the number once for each of the n examples"
-            )
+            line = "np.full(n, x), which has the number once for each of the n examples"
+            if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+                line = "jax.random.split(key, n), one for each of the n examples, or key[None]"
+            raise ValueError(f"{name} is a scalar, and every array of a batch needs a leading batch axis; write {line}")
         sizes[name] = shape[0]
     if not sizes:
-        raise ValueError("a batch without arrays; return a pytree of arrays with a leading batch axis")
+        raise ValueError(
+            "a batch without arrays; return a pytree of arrays with a leading batch axis, e.g. np.zeros(64) if loss_fn "
+            "draws 64 examples by its argument rng"
+        )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise ValueError(

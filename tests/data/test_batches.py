@@ -163,6 +163,14 @@ def test_a_feed_that_is_stopped_ends():
     reader.close()
 
 
+def test_data_without_a_batch_at_an_index_is_named():
+    reader = SequenceReader([np.zeros(2), None, np.zeros(2)])
+    (feed,) = reader.start([whole(range(3))])
+    with pytest.raises(ValueError, match=r"data\[1\] is None; return a pytree of arrays .* if loss_fn draws"):
+        list(feed)
+    reader.close()
+
+
 def test_a_step_on_unlike_batches_is_divided_where_it_may_be():
     arrays = [{"x": np.arange(4 * n).reshape(4, n)} for n in (3, 3, 5)]
     reader = SequenceReader(arrays)

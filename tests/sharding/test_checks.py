@@ -311,6 +311,12 @@ def test_a_batch_without_keys_is_named():
         batch_size(np.zeros(3, [("a", "f4")]))
 
 
+def test_a_batch_of_one_key_gets_the_line_to_write():
+    with pytest.raises(ValueError, match=r"batch is a scalar, .*; write jax.random.split\(key, n\), .* or key\[None\]"):
+        batch_size(jax.random.key(0))
+    assert batch_size(jax.random.key(0)[None]) == 1
+
+
 @pytest.mark.parametrize("kind", [lambda x: (x for _ in range(2)), lambda x: jaxche.Batches(x, 4)])
 def test_a_mask_is_not_lost(kind, devices):
     trainer = jaxche.Trainer(loss_fn, optax.sgd(0.1), replicas=devices[:1])
