@@ -184,6 +184,14 @@ def fit(
         # An elastic run repeats a round without those that were lost in it, from the state before it.
         run = Run(state, data, agreed.size, agreed.end, donates=donate and not trainer._membership, hooks=hooks)
         _train(trainer, run)
+    is_short = run.is_done and not run.end._replace(epochs=None).is_reached(run.state)
+    if is_short and epochs is None and any(limits.values()) and trainer._group.is_leader:
+        _log.warning(
+            "data ended after %s steps, before the limits of this fit: it is %s, which can be read once; for more "
+            "epochs write jaxche.Stream(lambda epoch: batches(seed=epoch))",
+            f"{run.state.steps - state.steps:,}",
+            type_of(as_stream(data).source),
+        )
     run.history.memory = tuple(trainer.memory)
     if len(run.history) < _FEW_ROUNDS and jax.tree.leaves(run.state.local_states[0].outer_state):
         warnings.warn(

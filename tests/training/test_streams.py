@@ -378,3 +378,22 @@ def test_pipelines_take_streams_within_a_process_and_refuse_them_over_several(de
     monkeypatch.setattr(trainer._readers, "_settings", settings)
     with pytest.raises(ValueError, match=r"stages of a replica that are in several processes.*jaxche.Batches"):
         trainer.fit(state, jaxche.Stream(batches, shards=False))
+
+
+@pytest.mark.parametrize(
+    ("data", "limits", "is_told"),
+    [
+        (lambda: batches(length=6), {"max_steps": 8}, True),
+        (lambda: batches(length=6), {"max_steps": 6}, False),
+        (lambda: batches(length=6), {"max_examples": 24}, False),
+        (lambda: batches(length=6), {}, False),
+        (lambda: jaxche.Stream(lambda epoch: batches(epoch, length=6)), {"max_steps": 8}, False),
+    ],
+    ids=["before max_steps", "at max_steps", "at max_examples", "no limit", "more epochs"],
+)
+def test_a_generator_that_ends_before_the_limits_of_a_fit_is_logged(devices, caplog, data, limits, is_told):
+    trainer, state = make(devices)
+    state, _ = trainer.fit(state, data(), progress=False, **limits)
+    assert state.steps == (6 if is_told else limits.get("max_steps", 6))
+    line = "data ended after 6 steps, before the limits of this fit: it is a generator, which can be read once"
+    assert (line in caplog.text) == is_told
