@@ -75,9 +75,10 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
     check_arrays("opt_state", opt_state, "write trainer.init(params, opt_state=tx.init(params)), or leave it out")
     wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
     if not _are_equal(_form(opt_state), _form(wanted)):
+        own, other = _differences(opt_state, wanted)
         raise ValueError(
             "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
-            f"tx.update. It has {brief(_form(opt_state), 160)}, and tx.init(params) makes {brief(_form(wanted), 160)}"
+            f"tx.update. It has {own}, and tx.init(params) makes {other}"
         )
 
 
@@ -110,11 +111,27 @@ def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
 
     wanted = jax.eval_shape(tx.init, params)
     if not _are_equal(form(wanted), form(opt_state)):
+        own, other = _differences(opt_state, wanted)
         raise ValueError(
-            f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
-            f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
-            "as other"
+            f"state is of a trainer with another tx: its optimizer state has {own}, and tx.init makes {other}; write "
+            "state = trainer.init(other.params(state)), with the trainer it is of as other"
         )
+
+
+def _differences(state: Any, wanted: Any) -> list[str]:
+    """What differs between the states of two optimizers: the classes of their parts, or else their arrays."""
+    parts = [_parts(state), _parts(wanted)]
+    if parts[0] != parts[1]:
+        return parts
+    trees = [jax.tree.leaves_with_path(tree) for tree in (state, wanted)]
+    leaves = [[f"{jax.tree_util.keystr(path)} {brief(x)}" for path, x in tree] for tree in trees]
+    own, other = ([x for x in one if x not in rest] for one, rest in (leaves, leaves[::-1]))
+    return [", ".join(x[:3]) or "no other arrays" for x in (own, other)]
+
+
+def _parts(state: Any) -> str:
+    """The classes of the parts of an optimizer's state, as ``(ScaleByAdamState, EmptyState)``."""
+    return f"({', '.join(map(_parts, state))})" if type(state) is tuple else type(state).__name__
 
 
 def _are_equal(tree: Any, other: Any) -> bool:

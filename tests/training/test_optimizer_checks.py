@@ -317,3 +317,28 @@ def test_an_error_of_an_optimizer_that_is_about_no_structure_stays_as_it_is(erro
     with pytest.raises(type(error)) as raised:
         shapes_of_state(optax.GradientTransformation(init, optax.identity().update), PARAMS)
     assert raised.value is error
+
+
+def other_rate(make_tx):
+    return make_tx(0.1), make_tx(optax.constant_schedule(0.1))
+
+
+@pytest.mark.parametrize(
+    ("txs", "own", "other"),
+    [
+        (
+            other_rate(optax.adam),
+            r"\(ScaleByAdamState, EmptyState\)",
+            r"\(ScaleByAdamState, ScaleByScheduleState\)",
+        ),
+        ((optax.adam(0.1), optax.adamw(0.1)), r"\(\w+, EmptyState\)", r"\(\w+, EmptyState, EmptyState\)"),
+        (other_rate(lambda rate: labelled(optax.sgd(rate))), "no other arrays", r"\.inner_states.*\.count int32\[\]"),
+    ],
+    ids=["adam with a schedule", "adamw", "partition"],
+)
+def test_the_states_of_two_optimizers_are_named_by_what_differs(devices, txs, own, other):
+    before, after = (jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]) for tx in txs)
+    with pytest.raises(ValueError, match=rf"optimizer state has {own}, and tx\.init makes {other}; write"):
+        after.evaluate(before.init(PARAMS), [PARAMS])
+    with pytest.raises(ValueError, match=rf"It has {own}, and tx\.init\(params\) makes {other}$"):
+        after.init(PARAMS, opt_state=txs[0].init(PARAMS))
