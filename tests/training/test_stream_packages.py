@@ -81,6 +81,10 @@ def hugging_face_map():
     return jaxche.Stream(lambda epoch: dataset.shuffle(seed=epoch).with_format("numpy").iter(batch_size=BATCH))
 
 
+def hugging_face_in_grain():
+    return grain.MapDataset.source(hugging_face().with_format("numpy")).seed(0).shuffle().batch(BATCH)
+
+
 def hugging_face_iterable():
     return hugging_face().to_iterable_dataset(num_shards=3).batch(BATCH)
 
@@ -122,6 +126,7 @@ SOURCES = {
     torch_stateful: True,
     tensorflow_dataset: False,
     hugging_face_map: False,
+    hugging_face_in_grain: True,
     hugging_face_iterable: True,
     grain_iterable: True,
     grain_loader: True,
