@@ -78,7 +78,7 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
             found.append(f"{name}={-(-batches * limit // updates):,}".replace(",", "_"))
     if not (settings.staged or trainer.policy is ApplyPolicy.AUTO or _accumulates(run)):
         rule = "AdamScale" if has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
-        found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")
+        found.append(f"fewer and larger steps by scaling=jaxche.{rule}(), if the loss is a mean over examples")
     return found
 
 

@@ -101,7 +101,7 @@ def test_the_choices_have_numbers(devices):
     assert numbers(line) == (8, 24)
     assert "batch_size=4, if 12 is not yet divided" in line
     assert "epochs=9," in line
-    assert "scaling=jaxche.AdaScale()" in line
+    assert "scaling=jaxche.AdaScale(), if the loss is a mean over examples" in line
     line = line_of(make(devices, tx=optax.adam(1e-3)), batches(2))
     assert "batch_size" not in line
     assert "scaling=jaxche.AdamScale()" in line
