@@ -89,3 +89,14 @@ def test_a_state_at_a_batch_that_other_data_does_not_have_is_refused(make, probl
     state, _ = one.round(one.init(problem.params), problem.data, counts=(2, 2))
     with pytest.raises(ValueError, match=r"data has 3 batches in an epoch, and state is at batch 4 of one; .*or begin"):
         one.round(state, [problem.data[i] for i in range(3)])
+
+
+def test_a_constant_schedule_goes_on_by_another_schedule_with_its_moments_and_its_place(make, problem):
+    constant = make(tx=optax.adam(optax.constant_schedule(0.05)))
+    state, _ = fit(constant, problem.data, params=problem.params)
+    falling = make(tx=optax.adam(optax.linear_schedule(0.05, 0.0, 2 * len(problem.data))))
+    again, history = fit(falling, problem.data, state)
+    assert (history[0].epoch, again.epoch, again.steps) == (1, 2, 2 * len(problem.data))
+    moments, count = falling.opt_state(again)
+    assert count.count == 2 * len(problem.data)
+    assert moments.count > constant.opt_state(state)[0].count
