@@ -19,7 +19,7 @@ import jax
 from jaxche.checkpoints._checksums import checksums
 from jaxche.checkpoints._metadata import described
 from jaxche.checkpoints._orbax import align_operation_ids, barriers, close_manager, end_threads, handlers, spanning
-from jaxche.checkpoints._system_errors import no_space
+from jaxche.checkpoints._system_errors import is_of_process, no_space
 from jaxche.checkpoints._trees import items_of
 from jaxche.distributed import Group, PeerLostError, delayed_interrupt
 
@@ -162,7 +162,7 @@ class CheckpointWriter:
                 return
             if not self.missing:
                 own = None if isinstance(error, threading.BrokenBarrierError) else error
-                if own is not None:
+                if own is not None and not is_of_process(own):
                     own.add_note(
                         f"if another run writes to {self._folder} too, each removes files of the other; give each a "
                         "folder of its own, e.g. checkpoints='runs/second'"
