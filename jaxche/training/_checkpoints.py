@@ -376,7 +376,7 @@ class Restore:
             if meta[name] != self._source[name]:
                 raise ValueError(
                     f"{where} is of a run with {name}={meta[name]}, and this one has {self._source[name]}; use the "
-                    "same data and seed, or give another folder"
+                    "same data, batch size and seed, or give another folder"
                 )
         return trees
 
