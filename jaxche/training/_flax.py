@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flax import linen as nn
     from flax import nnx
 
-    from jaxche.reports import History, RoundInfo
+    from jaxche.reports import History
     from jaxche.training._state import TrainerState
     from jaxche.training._states import States
 
@@ -206,7 +206,8 @@ class NNXLoss:
 
         if not isinstance(model, nnx.Module):
             raise ValueError(
-                f"model={brief(model)} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
+                f"model={brief(model)} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn), and "
+                "of several nnx models make one: nnx.Dict(generator=generator, critic=critic)"
             )
         _check_function(loss_fn, "model, batch")
         self._wanted = _wanted_keys(loss_fn)
@@ -221,10 +222,10 @@ class NNXLoss:
             )
         if other := next(((name, kind) for name, _, kind in not_floats(self.params, "") if kind is not None), None):
             filtered = _filter_name(self._wrt)
+            both = filtered if self._wrt is nnx.Param else f"nnx.Param, {filtered}"
             raise ValueError(
-                f"wrt={filtered} selects {other[0]}, which is {other[1]}, and an optimizer trains floats. If it is a "
-                f"count or a key of a random stream, write wrt=nnx.All(nnx.Param, {filtered}); if it is an nnx.Param, "
-                "hold it in a variable of a type of its own: class Table(nnx.Variable): pass"
+                f"wrt={filtered} selects {other[0]}, which is {other[1]}, and an optimizer trains floats; write "
+                f"wrt=nnx.All({both}, lambda path, p: jnp.issubdtype(p.dtype, jnp.floating))"
             )
         self.model_state = nnx.to_pure_dict(self._rest)
 
@@ -245,7 +246,8 @@ class NNXLoss:
         if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in leaves]:
             raise ValueError(
                 "optimizer is not one of the parameters of this model; write "
-                f"nnx.Optimizer(model, tx, wrt={_filter_name(self._wrt)})"
+                f"nnx.Optimizer(model, tx, wrt={_filter_name(self._wrt)}). Labels and masks in tx get arrays, not nnx "
+                "variables: choose by path, with jax.tree.map_with_path(lambda path, p: ..., params)"
             )
         return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in leaves])
 
@@ -253,12 +255,15 @@ class NNXLoss:
     def update(self, trainer: States, state: TrainerState, history: History) -> None:
         """Update the model, and the optimizer if there is one, in place as ``nnx.update`` does.
 
+        ``params``, ``model_state`` and ``opt_state`` of this loss are then the trained ones.
+
         Args:
           trainer: the trainer.
           state: its state. Each replica has its own optimizer state; the optimizer gets that of the first replica of
             this process.
-          history: of the rounds since the start, for the optimizer's count of steps. Rounds that an earlier update has
-            counted, as in the history of a folder of checkpoints, are not counted again.
+          history: of the rounds since the start, for the optimizer's count of steps: its updates, in rounds of local
+            steps those of the replica that takes most. Rounds that an earlier update has counted, as in the history of
+            a folder of checkpoints, are not counted again.
 
         Raises:
           ValueError: learning rates are scaled, so that the optimizer state has another structure; or a layer of the
@@ -266,7 +271,8 @@ class NNXLoss:
         """
         from flax import nnx
 
-        trained = self.rebuild(trainer.params(state), trainer.model_state(state))
+        params, model_state = trainer.params(state), trainer.model_state(state)
+        trained = self.rebuild(params, model_state)
         # Before anything is written: nnx.update puts an array of another shape into a layer.
         found, now = (nnx.to_pure_dict(nnx.state(model)) for model in (trained, self._model))
         _check_form("the trained variables", now, found)
@@ -280,21 +286,16 @@ class NNXLoss:
                     "take the model alone: model = loss.rebuild(trainer.params(state), trainer.model_state(state))"
                 )
             nnx.update(self._optimizer.opt_state, nnx.state(jax.tree.unflatten(form, own)))
-            rank, replicas = trainer.local_ranks[0], trainer.world_size
-
-            def steps(info: RoundInfo) -> int:
-                if info.average == "gradients":
-                    return 1
-                # A replica of a run that went on with another number of them started from the mean of their states.
-                own = len(info.counts) == replicas
-                return info.counts[rank] if own else round(sum(info.counts) / len(info.counts))
-
             # The history of a folder of checkpoints begins with rounds that an earlier update has counted.
             marks = [(info.round, info.clock_ms, info.loss) for info in history]
             first = marks.index(self._counted) + 1 if self._counted in marks else 0
-            self._optimizer.step[...] += sum(map(steps, history[first:]))
+            # The same on all processes, whatever the share of their own replicas.
+            updates = [1 if info.average == "gradients" else max(info.counts) for info in history[first:]]
+            self._optimizer.step[...] += sum(updates)
             self._counted = marks[-1] if marks else self._counted
+            self.opt_state = self._start_state(self._optimizer)
         nnx.update(self._model, nnx.state(trained))
+        self.params, self.model_state = params, self._checked(model_state)  # another run starts from these
 
     def rebuild(self, params: Any, model_state: Any) -> nnx.Module:
         """A model with the given parameters and state.

@@ -177,6 +177,23 @@ def test_a_filter_that_selects_what_no_optimizer_trains_is_refused():
     ]
 
 
+class Tabled(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.table = nnx.Linear(3, 2, rngs=rngs), nnx.Param(jnp.arange(3))
+
+    def __call__(self, x):
+        return self.out(x[:, self.table[...]])
+
+
+def test_parameters_that_are_no_floats_are_frozen_by_the_filter_of_the_error():
+    model = Tabled(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"\['table'\], which is int32, .*; write wrt=nnx\.All") as info:
+        jaxche.NNXLoss(model, mse)
+    wrt = eval(str(info.value).partition("write wrt=")[2], {"nnx": nnx, "jnp": jnp})
+    loss = jaxche.NNXLoss(model, mse, nnx.Optimizer(model, optax.adam(0.1), wrt=wrt))
+    assert (set(loss.params), set(loss.frozen)) == ({"out"}, {"table"})
+
+
 def test_filters_that_select_nothing_or_differ_are_refused():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"wrt=nnx\.LoRAParam selects no variable.*write wrt=nnx\.Param"):

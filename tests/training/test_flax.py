@@ -1,5 +1,7 @@
 """Flax models through the doors: batch statistics, dropout, both APIs."""
 
+import dataclasses
+
 import chex
 import flax
 import jax
@@ -303,6 +305,8 @@ def test_the_wrong_door_is_named():
         jaxche.linen_loss(NNXNet(nnx.Rngs(0)), lambda apply, batch: 0.0)
     with pytest.raises(ValueError, match=r"jaxche\.linen_loss"):
         jaxche.NNXLoss(LinenNet(), lambda model, batch: 0.0)
+    with pytest.raises(ValueError, match=r"of several nnx models make one: nnx\.Dict\("):
+        jaxche.NNXLoss((NNXNet(nnx.Rngs(0)), NNXNet(nnx.Rngs(1))), lambda models, batch: 0.0)
     model, tx = NNXNet(nnx.Rngs(0)), optax.sgd(0.1)
     with pytest.raises(ValueError, match=r"optimizer=.* is no nnx.Optimizer; write .* jaxche.Trainer\(loss, tx\)"):
         jaxche.NNXLoss(model, lambda model, batch: 0.0, tx)
@@ -568,7 +572,32 @@ def test_an_nnx_optimizer_counts_the_steps_of_a_run_that_goes_on_with_more_repli
 
     assert fit(1, 1) == (len(batches), [(len(batches),)])
     steps, counts = fit(2, 2)
-    assert steps == len(batches) + sum(n for n, *_ in counts[1:])
+    assert steps == len(batches) + sum(map(max, counts[1:]))
+
+
+def test_an_nnx_optimizer_counts_updates_that_other_replicas_made(problem, devices):
+    """As where ``"auto"`` leaves the first replica idle: its optimizer state is the merged one."""
+    model, optimizer = nnx_parts()
+    loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2])
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    state, history = trainer.fit(state, problem.data, progress=False)
+    history[:] = [dataclasses.replace(info, counts=(0, 5)) for info in history]
+    loss.update(trainer, state, history)
+    assert int(optimizer.step[...]) == 5 * len(history)
+
+
+def test_another_run_of_an_updated_loss_starts_from_the_trained_model(data, devices, same):
+    model = NNXNet(nnx.Rngs(0))
+    loss = jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param))
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:1])
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    state, history = trainer.fit(state, data, max_steps=3, progress=False)
+    loss.update(trainer, state, history)
+    again = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    same(trainer.params(again), trainer.params(state))
+    same(statistics(trainer.model_state(again)), statistics(trainer.model_state(state)))
+    same(trainer.opt_state(again), trainer.opt_state(state))
 
 
 def test_an_nnx_optimizer_counts_each_round_of_a_folder_once(problem, devices, tmp_path):
@@ -672,6 +701,20 @@ def test_labels_of_an_nnx_state_get_the_line_that_fits_plain_dicts():
     line = optax.partition(both, lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params))
     loss = jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, line, wrt=nnx.Param))
     jaxche.Trainer(loss, loss.tx).init(loss.params, loss.model_state, loss.opt_state)
+
+
+def test_labels_by_the_type_of_a_variable_get_the_line_that_reads_paths():
+    model = nnx.LoRALinear(3, 1, lora_rank=1, rngs=nnx.Rngs(0))
+
+    def labels(params):
+        def label(p):
+            return "adapter" if isinstance(p, nnx.LoRAParam) else "rest"
+
+        return jax.tree.map(label, params, is_leaf=lambda p: isinstance(p, nnx.Variable))
+
+    tx = optax.partition({"adapter": optax.adam(0.1), "rest": optax.set_to_zero()}, labels)
+    with pytest.raises(ValueError, match=r"arrays, not nnx variables: choose by path, with jax\.tree\.map_with_path"):
+        jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, tx, wrt=nnx.Param))
 
 
 def masks_of(loss, index, seed=7):
