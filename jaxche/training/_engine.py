@@ -310,7 +310,8 @@ class Engine:
         if len(local_states) != len(self.ranks):
             raise ValueError(
                 f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
-                "state = trainer.init(params), with the parameters of the other trainer: other.params(state)"
+                "state = trainer.init(other.params(state), other.model_state(state)), with the trainer it is of as "
+                "other"
             )
         if (views := local_states[0].views) and views.replica_mesh is self._replica_mesh:
             return  # from a merge of this engine
@@ -319,8 +320,8 @@ class Engine:
             if not other <= own:
                 raise ValueError(
                     f"state is of a trainer whose replica {rank} is on {brief(sorted(other, key=str))}, and here it is "
-                    f"on {brief(sorted(own, key=str))}; write state = trainer.init(other.params(state)), with the "
-                    "trainer it is of as other"
+                    f"on {brief(sorted(own, key=str))}; write state = trainer.init(other.params(state), "
+                    "other.model_state(state)), with the trainer it is of as other"
                 )
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
@@ -348,7 +349,7 @@ class Engine:
         if has_ema != (self._settings.ema is not None):
             raise ValueError(
                 f"state is of a trainer {'with' if has_ema else 'without'} ema=; start from this trainer's own: "
-                "state = trainer.init(other.params(state))"
+                "state = trainer.init(other.params(state), other.model_state(state))"
             )
 
     def reader(self, data: Any) -> Reader:

@@ -87,9 +87,9 @@ def check_replacement(name: str, tree: Any, wanted: Any) -> None:
     line = f"write trainer.replace(state, {name}=...), with a tree like trainer.{name}(state)"
     check_arrays(name, tree, line)
     if not _are_equal(_form(tree), _form(wanted)):
+        own, other = _differences(tree, wanted)
         raise ValueError(
-            f"{name} is {brief(_form(tree), 160)}, and that of state is {brief(_form(wanted), 160)}; {line}. Other "
-            "shapes begin a run: trainer.init(params)"
+            f"{name} has {own}, and that of state has {other}; {line}. Other shapes begin a run: trainer.init(params)"
         )
 
 
@@ -114,24 +114,28 @@ def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
         own, other = _differences(opt_state, wanted)
         raise ValueError(
             f"state is of a trainer with another tx: its optimizer state has {own}, and tx.init makes {other}; write "
-            "state = trainer.init(other.params(state)), with the trainer it is of as other"
+            "state = trainer.init(other.params(state), other.model_state(state)), with the trainer it is of as other"
         )
 
 
-def _differences(state: Any, wanted: Any) -> list[str]:
-    """What differs between the states of two optimizers: the classes of their parts, or else their arrays."""
-    parts = [_parts(state), _parts(wanted)]
+def _differences(tree: Any, wanted: Any) -> list[str]:
+    """What differs between two trees: the classes of their parts, or else the first arrays that one of them lacks."""
+    parts = [_parts(tree), _parts(wanted)]
     if parts[0] != parts[1]:
         return parts
-    trees = [jax.tree.leaves_with_path(tree) for tree in (state, wanted)]
-    leaves = [[f"{jax.tree_util.keystr(path)} {brief(x)}" for path, x in tree] for tree in trees]
-    own, other = ([x for x in one if x not in rest] for one, rest in (leaves, leaves[::-1]))
+    arrays = [
+        [f"{jax.tree_util.keystr(path)} {jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves]
+        for leaves in map(jax.tree.leaves_with_path, (tree, wanted))
+    ]
+    own, other = ([x for x in one if x not in rest] for one, rest in (arrays, arrays[::-1]))
     return [", ".join(x[:3]) or "no other arrays" for x in (own, other)]
 
 
-def _parts(state: Any) -> str:
-    """The classes of the parts of an optimizer's state, as ``(ScaleByAdamState, EmptyState)``."""
-    return f"({', '.join(map(_parts, state))})" if type(state) is tuple else type(state).__name__
+def _parts(tree: Any) -> str:
+    """The classes of the parts of a tree, as ``(ScaleByAdamState, EmptyState)`` of an optimizer's state."""
+    if type(tree) is tuple:
+        return f"({', '.join(map(_parts, tree))})"
+    return "an array" if hasattr(tree, "shape") else type(tree).__name__
 
 
 def _are_equal(tree: Any, other: Any) -> bool:

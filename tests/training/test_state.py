@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -181,11 +182,11 @@ def test_the_progress_of_a_scaling_rule_goes_on_with_another_optimizer_state(pro
     [
         (
             {"params": {"w": np.zeros(3, np.float32)}},
-            r"params is \{'w': \(\(3\).*that of state.*trainer\.init\(params\)",
+            r"params has \['w'\] float32\[3\], and that of state has \['b'\] .*trainer\.init\(params\)",
         ),
         (
             {"model_state": np.zeros(2)},
-            r"model_state is .*that of state is None; write trainer\.replace\(state, model_sta",
+            r"model_state has an array, and that of state has NoneType; write trainer\.replace\(state, model_sta",
         ),
         (
             {"opt_state": "adam"},
@@ -198,6 +199,27 @@ def test_values_of_another_form_are_refused(problem, devices, values, message):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
     with pytest.raises(ValueError, match=message):
         trainer.replace(trainer.init(problem.params), **values)
+
+
+def test_the_arrays_that_differ_are_named(devices):
+    params, tx = {"a": jnp.zeros(3), "b": jnp.zeros(())}, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    trainer = jaxche.Trainer(lambda p, batch: jnp.sum(p["a"]) + p["b"], tx, replicas=devices[:1])
+    state = trainer.init(params)
+    with pytest.raises(
+        ValueError, match=r"^params has \['a'\] float32\[4\], and that of state has \['a'\] float32\[3\]; w"
+    ):
+        trainer.replace(state, params | {"a": jnp.zeros(4)})
+    with pytest.raises(
+        ValueError, match=r"^params has no other arrays, and that of state has \['b'\] float32\[\]; write"
+    ):
+        trainer.replace(state, {"a": jnp.zeros(3)})
+    mistyped = trainer.opt_state(state)
+    mistyped.hyperparams["lr"] = jnp.float32(0.2)
+    named = r"has \.hyperparams\['lr'\] float32\[\], and "
+    with pytest.raises(ValueError, match=f"^opt_state {named}that of state has no other arrays; write"):
+        trainer.replace(state, opt_state=mistyped)
+    with pytest.raises(ValueError, match=rf"tx\.update\. It {named}tx\.init\(params\) makes no other arrays"):
+        trainer.init(params, opt_state=mistyped)
 
 
 def test_a_state_of_other_replicas_is_not_taken(problem, devices):
