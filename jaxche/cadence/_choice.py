@@ -16,14 +16,12 @@ from jaxche.cadence._options import LocalCosts, Option, alone_batches, options, 
 from jaxche.cadence._round_plan import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares
 from jaxche.cadence._shared_steps import more_steps
-from jaxche.cadence._tuner_progress import MergeCost, half_life_ms
+from jaxche.cadence._tuner_progress import USUAL, MergeCost, half_life_ms
 from jaxche.cadence._wire_choice import is_long_merge
 
 # Another choice must have this much more expected progress, because measurements vary. To leave out some of the
 # replicas that take local steps needs only more.
 _BETTER = 1.08
-# τ before it is measured, in batches of the fastest replica.
-_USUAL = 50
 # Rounds of local steps of all replicas before the choice is made again; fewer where merges are long.
 _TRIED, _TRIED_LONG = 4, 2
 # Rounds of exact sync after which they are tried again, at first and at most; the number doubles. Replicas move fastest
@@ -262,7 +260,7 @@ def _expected(
         fixed, slope = shares.fit()
         more = more_steps(1 / (fixed + slope * batch_rows), shared)
     is_known = che.travel_samples and (now.is_local or round - now.since < now.patience)
-    tau_ms = more * (half_life_ms(median_low(che.travel_samples), fast, more) if is_known else _USUAL * fast)
+    tau_ms = more * (half_life_ms(median_low(che.travel_samples), fast, more) if is_known else USUAL * fast)
     sync_ms, *_ = now.merges_ms(che.sync_samples)
     local_costs = [LocalCosts(cost, tau_ms) for cost in now.local_costs(che, overlaps)]
     return options(shares, cuts, batch_rows, sync_ms, local_costs, shared)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxche.cadence._tuner import CadenceState
-from jaxche.cadence._tuner_progress import MergeCost, half_life_ms
+from jaxche.cadence._tuner_progress import USUAL, MergeCost, half_life_ms
 
 # The round length at which such steps of N = 1 / Σ w² replicas make half of their progress, relative to τ / √N, and
 # their progress in short rounds, relative to as many steps of one device.
@@ -37,13 +37,16 @@ def shared_steps(che: CadenceState, rows: Sequence[float], joined: int, step_ms:
     """The steps that share ``joined`` batches in a round of at most ``most_ms``, each rank with so many rows of a step.
 
     They make the most progress in at most twice the time of a round on whole batches, which grows report by report.
+    Before the first of these rounds, what merges cost may be known from exact sync; then it has its best length.
     """
-    if not (che.sync_samples and che.travel_samples):
+    is_first = not (che.travel_samples or che.round_ms)
+    if not che.sync_samples or not (che.travel_samples or is_first):
         return max(1, round(min(che.round_ms, most_ms) / step_ms))
     fast = min(ms for ms in che.ms_per_batch if ms)
     cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
-    tau = che.half_life * half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
-    return best_shared_steps(cost, tau, effective_ranks(rows), step_ms, min(2 * che.round_ms, most_ms))
+    tau = USUAL * fast if is_first else half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
+    most_ms = most_ms if is_first else min(2 * che.round_ms, most_ms)
+    return best_shared_steps(cost, che.half_life * tau, effective_ranks(rows), step_ms, most_ms)
 
 
 def best_shared_steps(cost: MergeCost, tau: float, replicas: float, step_ms: float, most_ms: float = math.inf) -> int:

@@ -22,6 +22,8 @@ _HALF = 0.45
 # Limits of τ for steps on whole batches, in batches of the fastest rank. At the start of a run at a high learning rate
 # parameters move as far as they are long in a few steps, but local steps lose less than that says.
 _SHORTEST, _LONGEST = 25.0, 2000.0
+# τ before it is measured, in batches of the fastest rank.
+USUAL = 50
 # The round length is kept while it is this close to the best one, because other lengths need compilation.
 _KEEP = 1.25
 # Most growth of a round in one report.

@@ -10,6 +10,7 @@ import jaxche
 from jaxche.cadence import TUNERS
 from jaxche.cadence._shared_steps import (
     best_shared_ms,
+    best_shared_steps,
     effective_ranks,
     more_steps,
     shared_steps,
@@ -17,6 +18,7 @@ from jaxche.cadence._shared_steps import (
 )
 from jaxche.cadence._tuner import Tuner
 from jaxche.cadence._tuner_progress import (
+    USUAL,
     MergeCost,
     best_round_ms,
     exposed_exchange_ms,
@@ -280,6 +282,16 @@ def test_merges_run_beside_whole_steps_that_share_batches(sync_ms, overlap, exch
         assert steps == min(range(1, 40), key=lost)
     elif steps > 2:
         assert shared_steps(che, rows, 1, step_ms, 2 * step_ms) == 2
+
+
+@pytest.mark.parametrize(("sync_ms", "overlap"), [(250.0, 0.5), (250.0, 0.0), (0.2, 0.5)])
+def test_the_first_round_that_shares_batches_follows_the_merges_of_exact_sync(sync_ms, overlap):
+    che = jaxche.ElChe(2, 1, tuner="progress", overlap=overlap, ms_per_batch=(20.0, 50.0), sync_samples=(sync_ms,) * 3)
+    best = best_shared_steps(MergeCost(sync_ms, overlap), USUAL * 20.0, effective_ranks((11, 5)), 14.3)
+    assert shared_steps(che, (11, 5), 1, 14.3, math.inf) == best
+    assert (best > 10) == (sync_ms > 1)
+    # Tried again after exact sync: in rounds as long as the last ones were.
+    assert shared_steps(replace(che, round_ms=143.0), (11, 5), 1, 14.3, math.inf) == 10
 
 
 @pytest.mark.parametrize("sync_ms", [0.2, 30.0, 300.0])

@@ -47,9 +47,8 @@ def test_local_steps_share_batches(large, devices):
     one = trainer(large, devices, overlap=0)
     _, history = fit(one, large)
     local = [info for info in history if info.policy == "cadence"]
-    assert local[0].counts == (1, 1, 1, 1)  # its length is not chosen yet
-    assert len(set(local[1].counts)) == 1
-    assert local[1].counts[0] > 1
+    # From the first one on their length follows from what merges cost, which exact sync has shown.
+    assert all(min(info.counts) == max(info.counts) > 5 for info in local[:2])
     assert {info.shares for info in local[:2]} == {(6, 6, 3, 1)}
     rows = {rows for replica in one._local_engine._replicas for _, rows in replica._executables.values()}
     assert 16 not in rows  # no step on a whole batch is compiled
