@@ -76,6 +76,10 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
             if isinstance(error, KeyError) and isinstance(batch, Mapping):
                 keys = f"; params has {brief(list(params))}" if isinstance(params, Mapping) else ""
                 error.add_note(f"the batch has {brief(list(batch))}{keys}")
+            if type(error).__name__ == "InvalidRngError" and not {*RNG_NAMES} & {*wanted}:  # of Flax, as of dropout
+                error.add_note(
+                    "for a random key write def loss_fn(params, batch, rng), and apply(..., rngs={...: rng})"
+                )
             if "model_state" in wanted and model_state is None:
                 error.add_note(
                     "the state has no model_state; if the loss needs one: trainer.init(params, model_state=...)"

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax.errors import InvalidRngError
 
 from jaxche import Weighted
 from jaxche.sharding import as_loss, batch_size
@@ -136,3 +138,12 @@ def test_an_error_of_a_loss_that_lacks_its_state_says_how_to_give_it():
     with pytest.raises(KeyError) as caught:
         as_loss(loss)(1.0, {}, 2.0, None)
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_loss_without_the_random_key_of_its_dropout_is_told_how_to_get_one():
+    dropout, line = nn.Dropout(0.5, deterministic=False), "for a random key write def loss_fn(params, batch, rng), and "
+    for loss, told in ((lambda p, b: dropout.apply({}, b).sum(), 1), (lambda p, b, rng: dropout.apply({}, b).sum(), 0)):
+        with pytest.raises(InvalidRngError) as caught:
+            as_loss(loss)(0.0, None, np.ones(3), jax.random.key(0))
+        # JAX adds a note of its own.
+        assert [note.startswith(line) for note in getattr(caught.value, "__notes__", [])].count(True) == told
