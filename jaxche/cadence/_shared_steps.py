@@ -39,13 +39,13 @@ def shared_steps(che: CadenceState, rows: Sequence[float], joined: int, step_ms:
     They make the most progress in at most twice the time of a round on whole batches, which grows report by report.
     Before the first of these rounds, what merges cost may be known from exact sync; then it has its best length.
     """
-    is_first = not (che.travel_samples or che.round_ms)
-    if not che.sync_samples or not (che.travel_samples or is_first):
+    if not che.sync_samples or (che.round_ms and not che.travel_samples):
         return max(1, round(min(che.round_ms, most_ms) / step_ms))
     fast = min(ms for ms in che.ms_per_batch if ms)
-    cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
-    tau = USUAL * fast if is_first else half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
-    most_ms = most_ms if is_first else min(2 * che.round_ms, most_ms)
+    cost, tau = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap), USUAL * fast
+    if che.travel_samples:
+        tau = half_life_ms(median_low(che.travel_samples), fast, more_steps(rows, joined))
+        most_ms = min(2 * che.round_ms, most_ms)
     return best_shared_steps(cost, che.half_life * tau, effective_ranks(rows), step_ms, most_ms)
 
 
