@@ -171,7 +171,7 @@ def initialize(
     local_ids = local_device_ids(found)
     seen = visible_devices(_environ(), local_ids)
     kind = _single_kind(seen)
-    elastic = os.environ.get(ELASTIC, "") not in ("", "0") if elastic is None else elastic
+    elastic = _elastic_variable() if elastic is None else elastic
     _configure(elastic)
     connect(found, local_ids, timeout_s, deadline, elastic)
     os.environ[_JOINED] = f"{os.getpid()} {_member(found)}"
@@ -206,6 +206,14 @@ def initialize(
     joined = _cluster_info(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", joined, state.coordinator_address)
     return joined
+
+
+def _elastic_variable() -> bool:
+    """Whether a launcher, or who set its variable, asks for an elastic run."""
+    text = os.environ.get(ELASTIC, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{ELASTIC}={text!r} must be 1 or 0. Write: export {ELASTIC}=1, or unset {ELASTIC}")
+    return text == "1"
 
 
 def _member(found: Detected) -> str:

@@ -2,7 +2,6 @@
 
 from jaxche.data import Batches, Stream, process_shard
 from jaxche.replicas import BatchOutputs, MergeMismatchError, PaceError
-from jaxche.training._arguments import DEFAULT_CADENCE
 from jaxche.training._arguments import default_cadence as default_cadence
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._flax import NNXLoss, linen_loss
@@ -12,7 +11,6 @@ from jaxche.training._state import TrainerState
 from jaxche.training._trainer import Trainer
 
 __all__ = [
-    "DEFAULT_CADENCE",
     "BatchOutputs",
     "Batches",
     "Checkpoints",

@@ -44,15 +44,13 @@ from jaxche.training._optimizer_checks import check_line_search
 from jaxche.training._settings import Settings
 from jaxche.training._stages import checked_stages
 
-# The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
-DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
-
 
 def default_cadence(average: str) -> dict[str, Any]:
     """The arguments of the default cadence for what replicas average."""
-    # Averaged gradients make one update a round, however long it is: no replica moves on its own.
-    own = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
-    return DEFAULT_CADENCE | own
+    # From a small anchor the progress tuner finds the right round length in a few rounds. Averaged gradients make one
+    # update a round, however long it is: no replica moves on its own.
+    tuner, anchor = ("progress", 1) if average == "parameters" else ("steady", 2)
+    return {"anchor": anchor, "overhead_target": 0.015, "tuner": tuner}
 
 
 @dataclass(frozen=True)

@@ -145,11 +145,13 @@ def _one_per_replica(value: Any, world_size: int) -> list[Any]:
 
 def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
     """The pace of each replica in ms, from the argument or from the variable of the launcher."""
-    if pace_ms is None and PACE_MS in os.environ:
+    if pace_ms is None and (text := os.environ.get(PACE_MS)) is not None:
         try:
-            pace_ms = float(os.environ[PACE_MS])
+            pace_ms = float(text)
         except ValueError:
-            raise ValueError(f"{PACE_MS}={os.environ[PACE_MS]!r} is no number of ms; write {PACE_MS}=20") from None
+            pace_ms = math.nan
+        if not 0 < pace_ms < math.inf:
+            raise ValueError(f"{PACE_MS}={text!r} must be a positive number of ms; write {PACE_MS}=20, or unset it")
     paces = _one_per_replica(pace_ms, world_size)
     valid = (p is None or (_is_number(p) and math.isfinite(p) and float(p) > 0) for p in paces)
     if len(paces) != world_size or not all(valid):

@@ -10,7 +10,6 @@ from jaxche.cli._main import make_parser
 from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, require, trainers
 from jaxche.cluster import SCHEDULERS
 from jaxche.scaling import AdaScale
-from jaxche.training import DEFAULT_CADENCE
 
 
 def parse(*words):
@@ -61,11 +60,8 @@ def test_options_become_settings():
     assert cadence(parse(), 2) is None
     assert cadence(parse("--anchor", "9"), 1) is None
     che = cadence(parse("--max-batch-diff", "5"), 3)
-    assert (che.world_size, che.anchor, che.overhead_target, che.tuner, che.max_batch_diff) == (
-        3,
-        *DEFAULT_CADENCE.values(),
-        5,
-    )
+    assert (che.world_size, che.anchor, che.overhead_target) == (3, 1, 0.015)
+    assert (che.tuner, che.max_batch_diff) == ("progress", 5)
     assert cadence(parse("--overhead-target", "0.2"), 2).tuner == "steady"
     assert cadence(parse("--overhead-target", "0.2", "--tuner", "seed"), 2).tuner == "seed"
     of_gradients = cadence(parse("--average", "gradients", "--max-batch-diff", "5"), 2)

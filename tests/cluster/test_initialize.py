@@ -58,6 +58,16 @@ def test_invalid_arguments():
             initialize(timeout_s=timeout_s)
 
 
+def test_the_variable_of_an_elastic_run_is_a_flag(monkeypatch):
+    _idle_backend(monkeypatch)
+    for text, found in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("JAXCHE_ELASTIC", text)
+        assert module._elastic_variable() is found
+    monkeypatch.setenv("JAXCHE_ELASTIC", "no")
+    with pytest.raises(ValueError, match="JAXCHE_ELASTIC='no' must be 1 or 0"):
+        initialize("127.0.0.1:1", 2, 1)
+
+
 def test_unreachable_coordinator(monkeypatch):
     """On a clock that only sleeps move on: a connection is refused at once, on however busy a machine."""
     _idle_backend(monkeypatch)

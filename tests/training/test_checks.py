@@ -38,9 +38,10 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
     monkeypatch.setenv("JAXCHE_PACE_MS", "12.5")
     assert checked_paces(None, 2) == [12.5, 12.5]
     assert checked_paces(3, 2) == [3, 3]  # what is written in the script wins
-    monkeypatch.setenv("JAXCHE_PACE_MS", "fast")
-    with pytest.raises(ValueError, match="JAXCHE_PACE_MS='fast' is no number of ms"):
-        checked_paces(None, 2)
+    for wrong in ("fast", "-1", "0", "inf", ""):
+        monkeypatch.setenv("JAXCHE_PACE_MS", wrong)
+        with pytest.raises(ValueError, match=f"JAXCHE_PACE_MS='{wrong}' must be a positive number of ms"):
+            checked_paces(None, 2)
 
 
 def test_whole_numbers_of_numpy_are_whole():
