@@ -138,22 +138,21 @@ def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: LocalCosts) -> 
 
 def whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
     """Local steps on whole batches, by the fastest replica, by the two fastest, and so on to all."""
-    speed, world, fast = 1 / ms, len(ms), float(ms.min())
-    order = np.argsort(ms, kind="stable")
-    place, (merge, tau) = np.argsort(order), costs
-    found = []
-    for m in range(1, world + 1):
-        v, active = speed[order[:m]], tuple((place < m).tolist())
-        if m == 1:
-            length, worth = alone_batches(merge, fast) * fast, 1.0
-        else:
-            length = max(best_round_ms(merge, tau), fast)
-            worth = effective_ranks(v) ** (_AT_ONCE - 1) / (1 + length / tau) * costs.worth(length, tau)
-        rate = float(v.sum()) * costs.rate(length)
-        active = active if m < world else ()
-        progress = rate * worth * fast
-        found.append(Option(ApplyPolicy.CADENCE, 0, active, progress, rate / speed.sum(), length, merge.overlap))
-    return found
+    order, fast, (merge, tau) = np.argsort(ms, kind="stable"), float(ms.min()), costs
+    speed = 1 / ms[order]
+    summed = np.cumsum(speed)  # of the m fastest, and so are all arrays
+    length = max(best_round_ms(merge, tau), fast)
+    alike = summed**2 / np.cumsum(speed**2)
+    rates = summed * costs.rate(length)
+    progress = rates * alike ** (_AT_ONCE - 1) / (1 + length / tau) * costs.worth(length, tau) * fast
+    alone = alone_batches(merge, fast) * fast
+    lengths = [alone] + [length] * (len(ms) - 1)
+    rates[0] = speed[0] * costs.rate(alone)
+    progress[0] = rates[0] * fast
+    active = [*map(tuple, (np.argsort(order) <= np.arange(len(ms))[:, None]).tolist())]
+    active[-1] = ()  # all of them
+    rows = zip(active, progress.tolist(), (rates / summed[-1]).tolist(), lengths, strict=True)
+    return [Option(ApplyPolicy.CADENCE, 0, *row, merge.overlap) for row in rows]
 
 
 def alone_batches(merge: MergeCost, fast_ms: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -251,13 +250,15 @@ def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.
     end = ends[np.argmax(ends <= starts)]
     exact = np.maximum(end - fixed, 0) / np.maximum(slope, 1e-9)
     rows = (np.floor(exact / unit + 1e-9) * unit).astype(np.int64)
-    # The rest goes, unit by unit, to the rank that ends first with one more.
-    heap = [(f + s * (r + unit), i) for i, (f, s, r) in enumerate(zip(fixed, slope, rows, strict=True))]
-    heapq.heapify(heap)
+    # The rest goes, unit by unit, to the rank that ends first with one more; at once to all that end with one before
+    # any would with two.
     left = total - int(rows.sum())
     while left > 0:
-        end, i = heapq.heappop(heap)
-        taken = min(unit, left)
-        rows[i], left = rows[i] + taken, left - taken
-        heapq.heappush(heap, (end + slope[i] * unit, i))
+        ends = fixed + slope * (rows + unit)
+        first = np.argsort(ends, kind="stable")[: -(-left // unit)]
+        taking = first[ends[first] < (ends + slope * unit).min()]
+        taking = taking if taking.size else first[:1]
+        rows[taking] += unit
+        left -= unit * taking.size
+        rows[taking[-1]] += min(left, 0)  # a part of the last unit
     return rows

@@ -12,7 +12,7 @@ import pytest
 import jaxche
 from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, better_than_cadence, choose
 from jaxche.cadence._choice import Kind
-from jaxche.cadence._options import LocalCosts, alone_batches, options
+from jaxche.cadence._options import LocalCosts, alone_batches, options, whole_options
 from jaxche.cadence._shared_steps import effective_ranks, more_steps, shared_worth
 from jaxche.cadence._tuner_progress import MergeCost
 
@@ -321,6 +321,28 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
     now = Choice(ApplyPolicy.CADENCE, 1)
     told = [choose(now, shares, che, BATCH, 10, overlaps=(part,)).reason for part in (0.0, 0.5)]
     assert told[0] != told[1]
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_the_fastest_devices_are_options_one_after_the_other(overlap):
+    ms, costs = np.array([80.0, 20.0, 40.0, 20.0]), LocalCosts(MergeCost(30.0, overlap), 1e3)
+    found = whole_options(ms, costs)
+    assert [one.active for one in found] == [
+        (False, True, False, False),
+        (False, True, False, True),
+        (False, True, True, True),
+        (),
+    ]
+    alone, *several = found
+    assert alone.round_ms == alone_batches(costs.merge, 20.0) * 20.0
+    assert alone.progress == pytest.approx(costs.rate(alone.round_ms))
+    length = 60.0 if overlap else 30e3**0.5
+    for one, speeds in zip(several, [(50, 50), (50, 50, 25), (50, 50, 25, 12.5)], strict=True):
+        assert one.round_ms == pytest.approx(length)
+        rate = sum(speeds) * costs.rate(length)
+        worth = effective_ranks(speeds) ** -0.25 / (1 + length / 1e3) * costs.worth(length, 1e3)
+        assert one.progress == pytest.approx(rate / 50 * worth)
+        assert one.rate == pytest.approx(rate / 137.5)
 
 
 BOTH = {"overlaps": (0.0, 0.5)}

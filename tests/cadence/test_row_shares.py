@@ -72,6 +72,19 @@ def test_fill_ends_as_early_as_any_split(lines, total):
     assert not earlier(total, 0)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=12),
+    st.integers(1, 300),
+    st.sampled_from([1, 2, 8]),
+)
+def test_each_unit_goes_to_the_rank_that_ends_first_with_it(lines, total, unit):
+    fixed, slope = np.array(lines, float).T
+    twin = np.zeros(len(lines), int)
+    while (left := total - twin.sum()) > 0:
+        twin[np.argmin(fixed + slope * (twin + unit))] += min(unit, left)
+    assert fill(total, fixed, slope, unit).tolist() == twin.tolist()
+
+
 @given(st.integers(1, 300), st.integers(1, 64))
 def test_shares_are_multiples_of_the_unit_but_for_one(total, unit):
     rows = fill(total, np.zeros(3), np.array([1.0, 2.0, 5.0]), unit)
