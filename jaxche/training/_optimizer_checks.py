@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxche.messages import brief
@@ -26,6 +27,7 @@ _log = logging.getLogger("jaxche")
 def check_start(settings: Settings, world_size: int, params: Any, model_state: Any, opt_state: Any) -> None:
     """Refuse what :meth:`Trainer.init` cannot start from with these settings."""
     tx, shapes = settings.tx, check_params(params, "trainer.init")
+    check_copies(shapes)
     trees = shapes if settings.staged else [shapes]
     if settings.staged:
         check_stage_params(shapes, len(settings.loss_fn.stages))
@@ -47,6 +49,26 @@ def check_start(settings: Settings, world_size: int, params: Any, model_state: A
     check_bits({"loss_fn": settings.loss_fn, "model_state": model_state}, settings.placements)
     if opt_state is not None:
         check_opt_state(tx, shapes, opt_state, settings.staged)
+
+
+def check_copies(params: Any) -> None:
+    """Refuse the parameters of a ``jax.pmap``, which have a copy for each of its devices along a first axis."""
+
+    def is_copied(leaf: Any) -> bool:
+        if not (isinstance(leaf, jax.Array) and leaf.ndim and leaf.is_fully_addressable):
+            return False
+        is_cut = leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
+        if not (is_cut and len(leaf.sharding.device_set) == len(leaf) > 1):
+            return False
+        copies = np.asarray(leaf)
+        return bool((copies == copies[:1]).all())
+
+    leaves = jax.tree.leaves(params)
+    if all(map(is_copied, leaves)):
+        raise ValueError(
+            f"params has {len(leaves[0])} copies of each array along a first axis, one for each device of a jax.pmap; "
+            "write trainer.init(flax.jax_utils.unreplicate(params))"
+        )
 
 
 def _check_model_state(settings: Settings, params: Any, opt_state: Any, model_state: Any) -> None:

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxche
 from jaxche.sharding import check_update
-from jaxche.training._optimizer_checks import check_line_search, shapes_of_state
+from jaxche.training._optimizer_checks import check_copies, check_line_search, shapes_of_state
 
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
 EXTRA_ARGUMENTS = {
@@ -32,6 +33,20 @@ def test_a_train_state_as_an_optimizer_is_refused_with_the_line_to_write(devices
     line = r"tx=state\.tx, .* trainer\.init\(state\.params, opt_state=state\.opt_state\)"
     with pytest.raises(ValueError, match=f"tx is a TrainState; write {line}"):
         jaxche.Trainer(lambda p, b: p["w"].sum(), state, replicas=devices[:1])
+
+
+def test_the_copies_of_a_pmap_are_no_parameters(devices):
+    mesh = jax.make_mesh((4,), ("batch",), devices=devices[:4])
+
+    def cut(array, spec=("batch",)):
+        return jax.device_put(np.asarray(array, np.float32), NamedSharding(mesh, PartitionSpec(*spec)))
+
+    copies = {"w": cut(np.ones((4, 3, 2))), "b": cut(np.zeros(4))}
+    with pytest.raises(ValueError, match=r"4 copies of each .* write trainer.init\(flax.jax_utils.unreplicate\(params"):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), optax.sgd(0.1), replicas=devices[:1]).init(copies)
+    # Sharded parameters differ along the axis, and have others that are not cut into rows.
+    for other in (cut(np.arange(4)), cut(np.zeros(8)), cut(np.zeros(4), ()), jnp.zeros(4)):
+        check_copies(copies | {"b": other})
 
 
 def test_an_optimizer_state_in_the_place_of_the_model_state_is_refused(devices):
