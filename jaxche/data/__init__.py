@@ -3,6 +3,7 @@
 from jaxche.data._batches import Batches
 from jaxche.data._batches import Feed as Feed
 from jaxche.data._batches import Key as Key
+from jaxche.data._batches import ReadyFeed as ReadyFeed
 from jaxche.data._batches import SequenceReader as SequenceReader
 from jaxche.data._batches import Threads as Threads
 from jaxche.data._batches import called_now as called_now

@@ -482,6 +482,17 @@ class Feed:
                 yield batch
 
 
+class ReadyFeed(Feed):
+    """Batches that are at hand, each of them a step."""
+
+    def __init__(self, batches: Iterable[Any]):
+        super().__init__(SequenceReader(()), ())
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
 def join_pieces(step: Step, read: Callable[[Key], Any], divides: bool) -> list[tuple[Any, list[tuple[Key, slice]]]]:
     """One batch of the rows of all pieces, and the rows that it has of each batch; nothing without rows.
 

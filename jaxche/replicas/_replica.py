@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxche.data import Feed, Key
+from jaxche.data import Feed, Key, ReadyFeed
 from jaxche.distributed import Group
 from jaxche.replicas._group_merge import Pause
 from jaxche.replicas._outputs import BatchOutputs, of_step
@@ -233,7 +233,7 @@ class Replica:
     def run(
         self,
         local: LocalState,
-        feed: Iterable[Any],
+        feed: Feed,
         index: int,
         merge_scale: MergeScale = _NO_SCALE,
         time_limit_ms: float | None = None,
@@ -253,9 +253,9 @@ class Replica:
         sent before the last steps, and no time limit ends the round then; ``unsent`` are sums of the round before.
         """
         self._read_error, limit = None, _IN_FLIGHT
-        if time_limit_ms is not None and isinstance(feed, Feed):
+        if time_limit_ms is not None:
             limit = min(_IN_FLIGHT, max(2, len(feed.steps) // 8))
-        is_late = self._time_limit(feed, time_limit_ms, limit)
+        is_late = self._time_limit(time_limit_ms, limit)
         steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
         try:
             constants, carry = self.begin(local, index, merge_scale, takes)
@@ -266,8 +266,8 @@ class Replica:
             batches = iter(self._padded(feed))
 
             def so_far(carry: Carry, wall_ms: float) -> LocalResult:
-                divided = feed.divided if isinstance(feed, Feed) else 0
-                return LocalResult(carry, steps, wall_ms, compile_ms=1e3 * clock.compiled_s, divided=divided, rows=rows)
+                compile_ms = 1e3 * clock.compiled_s
+                return LocalResult(carry, steps, wall_ms, compile_ms=compile_ms, divided=feed.divided, rows=rows)
 
             while True:
                 is_due = early is not None and steps == early.after and not early.is_sent
@@ -276,7 +276,7 @@ class Replica:
                 is_sent = early is not None and early.is_sent
                 # A late replica leaves the next batch to later rounds, so it does not take it, nor does it send it.
                 is_over = steps and not is_sent and is_late(clock, steps)
-                if early is not None and is_due and not is_over and isinstance(feed, Feed):
+                if early is not None and is_due and not is_over:
                     carry = early.send(carry, feed, so_far(carry, 1e3 * clock.seconds))
                 batch = _NO_BATCH if is_over else next(batches, _NO_BATCH)
                 while pauses and (batch is _NO_BATCH or steps >= pauses[0].after):
@@ -284,14 +284,14 @@ class Replica:
                     clock.skip(waited_s)
                 if batch is _NO_BATCH:
                     break
-                self._taken = feed.taken if isinstance(feed, Feed) else ()
+                self._taken = feed.taken
                 before, began = self.compilations, time.perf_counter()
                 programs, taken, batch = self._executable(batch, (constants, carry))
                 if self.compilations != before:
                     clock.skip_compilation(began)
                 step = programs.measuring if steps < measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
-                steps += not isinstance(feed, Feed) or feed.ends_step
+                steps += feed.ends_step
                 rows += taken
                 if kept and self._taken:
                     in_flight.keep((self._taken, taken, *kept))
@@ -312,9 +312,9 @@ class Replica:
             alive = local._replace(params=revived(local.params), opt_state=revived(local.opt_state)) if takes else local
             return self.idle(alive, takes)._replace(error=error)
 
-    def _time_limit(self, feed: Iterable[Any], limit_ms: float | None, in_flight: int) -> Callable[[_Clock, int], bool]:
+    def _time_limit(self, limit_ms: float | None, in_flight: int) -> Callable[[_Clock, int], bool]:
         """Whether a round, by its clock and steps, is over its time limit; all processes of the replica agree."""
-        if limit_ms is None or not isinstance(feed, Feed):
+        if limit_ms is None:
             return lambda clock, steps: False
         limit_s = limit_ms / 1e3
         if not spans_processes(self.placement):
@@ -346,13 +346,13 @@ class Replica:
             carry, _ = pause.apply(local, carry, 0)
         return LocalResult(with_sums(carry, unsent), 0, 0.0)
 
-    def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
+    def _padded(self, feed: Feed) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.
 
         They wait for each other in each step, so this process takes other batches of the same shapes, those that can
         be read or else rows of the last one, and raises the error at the end.
         """
-        if not (spans_processes(self.placement) and isinstance(feed, Feed)):
+        if not spans_processes(self.placement):
             yield from feed
             return
         done = 0
@@ -400,7 +400,7 @@ def free_rates(
         for replica, local in zip(replicas, local_states, strict=True)
         if spans_processes(replica.placement)
     }
-    tried = {rank: replica.run(local, batches, 0) for rank, (replica, local) in spanning.items()}
+    tried = {rank: replica.run(local, ReadyFeed(batches), 0) for rank, (replica, local) in spanning.items()}
     error = next((result.error for result in tried.values() if result.error), None)
     group.raise_everywhere(error, replicas[0].rank, "the measurement of rates")
     times = {rank: result.wall_ms / len(batches) for rank, result in tried.items()}
@@ -412,13 +412,13 @@ def free_rates(
 
     def run_one(replica: Replica, local: LocalState) -> float:
         until = time.perf_counter() + seconds
-        feed: Iterable[Any] = itertools.cycle(batches)
+        ready = itertools.cycle(batches)
         if replica.rank in agreed:
-            feed = itertools.islice(feed, agreed[replica.rank])
+            ready = itertools.islice(ready, agreed[replica.rank])
         else:  # at least one, however short the time
-            rest = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
-            feed = itertools.chain(itertools.islice(feed, 1), rest)
-        result = replica.run(local, feed, 0)
+            rest = itertools.takewhile(lambda _: time.perf_counter() < until, ready)
+            ready = itertools.chain(itertools.islice(ready, 1), rest)
+        result = replica.run(local, ReadyFeed(ready), 0)
         if result.error:
             raise result.error
         return result.steps / result.wall_ms * 1e3

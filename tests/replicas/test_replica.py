@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxche.cadence import Piece
-from jaxche.data import Feed, SequenceReader
+from jaxche.data import Feed, ReadyFeed, SequenceReader
 from jaxche.distributed import Group
 from jaxche.replicas import _replica
 from jaxche.replicas._frozen import FrozenArrays
@@ -42,7 +42,7 @@ def test_lift_and_first_undo_each_other():
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_steps_stay_on_their_device_and_leave_the_start_alone(make, devices, average):
     replica, local = make(average)
-    result = replica.run(local, [np.ones(4, np.float32)] * 3, 0)
+    result = replica.run(local, ReadyFeed([np.ones(4, np.float32)] * 3), 0)
     assert result.error is None
     assert result.steps == 3
     assert {x.device for x in jax.tree.leaves(result.carry)} == {devices[3]}
@@ -77,7 +77,7 @@ def test_the_clock_waits_for_the_last_step(make, monkeypatch):
     replica.warm_up(local, batch)
     monkeypatch.setattr(_replica.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(jax, "block_until_ready", slow)
-    result = replica.run(local, [batch] * 4, 0)
+    result = replica.run(local, ReadyFeed([batch] * 4), 0)
     assert [type(one) for one in waited] == [Carry]
     assert np.array_equal(waited[0].params, result.carry.params)
     assert (result.steps, result.wall_ms) == (4, 1000.0)
@@ -101,7 +101,7 @@ def test_the_wait_for_a_merge_is_no_time_of_steps(make, monkeypatch):
             yield np.ones(4, np.float32)
 
     replica, local = make()
-    result = replica.run(local, batches(), 0, pauses=[Wait()])
+    result = replica.run(local, ReadyFeed(batches()), 0, pauses=[Wait()])
     assert result.error is None
     assert (result.steps, result.wall_ms) == (3, 250.0)
 
@@ -135,7 +135,7 @@ def test_an_error_becomes_part_of_the_outcome(make):
         raise OSError("gone")
 
     replica, local = make()
-    result = replica.run(local, batches(), 0)
+    result = replica.run(local, ReadyFeed(batches()), 0)
     assert isinstance(result.error, OSError)
     assert float(result.carry.params[0]) == 0.0  # as if no step had been taken
 
@@ -150,7 +150,7 @@ def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monk
         return begun(*args, **options)
 
     monkeypatch.setattr(replica, "begin", full_once)
-    result = replica.run(local, [np.ones(2, np.float32)], 0)
+    result = replica.run(local, ReadyFeed([np.ones(2, np.float32)]), 0)
     assert isinstance(result.error, MemoryError)
     assert result.steps == 0
 
@@ -200,5 +200,5 @@ def test_a_step_slower_than_its_pace_is_refused(make):
 def test_a_new_shape_compiles_once(make):
     replica, local = make()
     for size in (2, 3, 2, 3, 3):
-        replica.run(local, [np.ones(size, np.float32)], 0)
+        replica.run(local, ReadyFeed([np.ones(size, np.float32)]), 0)
     assert replica.compilations == 2
