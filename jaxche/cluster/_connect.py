@@ -27,6 +27,7 @@ from jaxche.distributed import (
     JAX_HEARTBEAT_TIMEOUT_S,
     LIVENESS,
     coordinator_bind,
+    host_and_port,
     is_alive,
     is_loopback,
     liveness_here,
@@ -168,7 +169,7 @@ def _bypass_proxy(host: str) -> None:
 
 
 def _check_port_is_free(found: Detected, bind: str) -> None:
-    host = bind.rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(bind)
     host = host if is_loopback(host) else ""
     # jaxlib crashes if the port is in use. SO_REUSEADDR accepts a port in TIME_WAIT.
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

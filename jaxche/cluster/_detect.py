@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID, scheduled
+from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID, host_and_port, scheduled
 from jaxche.messages import whole_number
 
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
@@ -33,12 +33,12 @@ class Detected:
     @property
     def host(self) -> str:
         """The host of the address, without the brackets of an IPv6 address."""
-        return self.address.rpartition(":")[0].strip("[]")
+        return host_and_port(self.address)[0]
 
     @property
     def port(self) -> int:
         """The port of the address."""
-        return int(self.address.rpartition(":")[2])
+        return int(host_and_port(self.address)[1])
 
 
 def detect(

@@ -32,6 +32,7 @@ from ._group import RankError as RankError
 from ._group import numbered as numbered
 from ._listener import Listener as Listener
 from ._listener import connect as connect
+from ._listener import host_and_port as host_and_port
 from ._listener import is_loopback as is_loopback
 from ._listener import own_address as own_address
 from ._liveness import is_alive as is_alive

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from jaxche.distributed._environment import HEARTBEAT_TIMEOUT
-from jaxche.distributed._listener import is_loopback, own_address
+from jaxche.distributed._listener import host_and_port, is_loopback, own_address
 from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIMEOUT_S, LivenessServer
 
 # Seconds without a heartbeat until jaxlib counts a process as dead; the liveness server detects it earlier.
@@ -137,7 +137,7 @@ def _serve_address(port: int, liveness: str) -> None:
 
 def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
     """``host:port`` where the coordinator that is reached at ``address`` listens."""
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     return env.get("JAX_COORDINATOR_BIND_ADDRESS") or (address if is_loopback(host) else f"[::]:{port}")
 
 
@@ -156,12 +156,12 @@ def serve_coordinator(
     if liveness:
         _, port, _, token = json.loads(liveness)
         everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        host = own_address(address) if is_loopback(bind.rpartition(":")[0]) else everywhere
+        host = own_address(address) if is_loopback(host_and_port(bind)[0]) else everywhere
         server = LivenessServer(host, timeout_s, port, token)
     else:
         server = LivenessServer(own_address(address), timeout_s)
     if sys.platform == "linux":  # only there a name of a local socket needs no file
-        _serve_address(int(address.rpartition(":")[2]), json.dumps(server.address))
+        _serve_address(int(host_and_port(address)[1]), json.dumps(server.address))
     if not liveness:
         print(json.dumps(server.address), flush=True)
         null = os.open(os.devnull, os.O_WRONLY)

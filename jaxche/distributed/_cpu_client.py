@@ -16,7 +16,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssue]
 from jaxlib import xla_client
 
-from jaxche.distributed._listener import is_loopback
+from jaxche.distributed._listener import host_and_port, is_loopback
 
 # Where Gloo writes an address under the numbers of a collective's devices and the place of its process among them.
 ADDRESSES = "cpu:gloo/"
@@ -35,7 +35,7 @@ def make_cpu_client() -> Any:
     # Gloo looks the name of the machine up, which may have no address without a network. Processes that are all on one
     # machine then meet on its loopback address.
     state = _jax_distributed.global_state
-    host = (state.coordinator_address or "").rpartition(":")[0]
+    host, _ = host_and_port(state.coordinator_address or "")
     if state.client is None or not is_loopback(host) or _has_address(socket.gethostname()):
         return _xla_bridge.make_cpu_client()
     collectives = _jax_lib.make_gloo_tcp_collectives(distributed_client=state.client, hostname=_LOOPBACK)

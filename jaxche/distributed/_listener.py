@@ -174,8 +174,8 @@ def _open(host: str, port: int, name: str | None, timeout_s: float) -> socket.so
 
 def own_address(coordinator: str) -> str:
     """The IP address of this machine for the others: the one from which it reaches ``host:port`` of process 0."""
-    host, _, port = coordinator.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0) as probe:
+    host, port = host_and_port(coordinator)
+    with socket.create_connection((host, int(port)), timeout=10.0) as probe:
         own = probe.getsockname()[0]
     if is_loopback(own) and not is_loopback(host):
         # Debian's /etc/hosts resolves a machine's own name to 127.0.1.1, which other machines cannot reach. Take the
@@ -186,9 +186,15 @@ def own_address(coordinator: str) -> str:
     return own
 
 
+def host_and_port(address: str) -> tuple[str, str]:
+    """The parts of ``host:port``, an IPv6 address without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
 def is_loopback(host: str) -> bool:
-    """Whether a host is ``localhost`` or a loopback address; an IPv6 address may be in brackets."""
+    """Whether a host is ``localhost`` or a loopback address."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
