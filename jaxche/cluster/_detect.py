@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID, host_and_port, scheduled
 from jaxche.messages import whole_number
@@ -55,26 +55,24 @@ def detect(
         # One process: ignore the scheduler.
         if environ.get(NUM_PROCESSES) == "1":
             return Detected("jaxche", num_processes=1)
-        given = {name: environ.get(name) for name in _VARIABLES}
-        numbers = {name: _integer(name, given[name]) for name in _VARIABLES[1:]}
-        local_id = None
-        if numbers[PROCESS_ID] is None:
-            numbers[PROCESS_ID] = _first(_RANKS, environ)
-            local_id = _first(_LOCAL_RANKS, environ)
-        found = _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
+        count, number, local_id = _number(environ, NUM_PROCESSES), _number(environ, PROCESS_ID), None
+        if number is None:
+            number, local_id = _number(environ, *_RANKS), _number(environ, *_LOCAL_RANKS)
+        given = {COORDINATOR: environ.get(COORDINATOR), NUM_PROCESSES: count, PROCESS_ID: number}
+        found = _explicit("jaxche", given, _EXPORT)
         return dataclasses.replace(found, local_id=local_id)
     return _scheduler(environ)
 
 
-def _first(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
-    return next((_integer(name, environ[name]) for name in names if name in environ), None)
-
-
-def _integer(name: str, text: str | None) -> int | None:
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r} is not a number. Write: {_EXPORT}") from None
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The number in the first of these variables that is set."""
+    for name in names:
+        if name in environ:
+            try:
+                return int(environ[name])
+            except ValueError:
+                raise ValueError(f"{name}={environ[name]!r} is not a number. Write: {_EXPORT}") from None
+    return None
 
 
 def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> Detected:
