@@ -2,6 +2,7 @@
 
 from jaxche.messages._checks import finite_number as finite_number
 from jaxche.messages._checks import one_of as one_of
+from jaxche.messages._checks import positive as positive
 from jaxche.messages._checks import whole_number as whole_number
 from jaxche.messages._text import aligned as aligned
 from jaxche.messages._text import brief as brief

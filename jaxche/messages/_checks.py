@@ -38,6 +38,19 @@ def finite_number(name: str, value: Any, write: str, least: float = -math.inf) -
     return number
 
 
+def positive(name: str, value: Any, write: str, whole: bool) -> float:
+    """A number above 0, and a whole one if ``whole``; ValueError with the line to write for anything else."""
+    try:
+        number = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf or (whole and number != int(number)):
+        raise ValueError(
+            f"{name}={brief(value)} must be {'a whole number' if whole else 'a number'} above 0; write {write}"
+        )
+    return int(value) if whole else number
+
+
 def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     """Raise ValueError unless ``value`` is one of the strings ``allowed``."""
     if not isinstance(value, str) or value not in allowed:

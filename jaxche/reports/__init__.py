@@ -5,7 +5,6 @@ from jaxche.reports._callbacks import LivePlot, Logger, TensorBoardLogger, Wandb
 from jaxche.reports._every import Every
 from jaxche.reports._every import Reached as Reached
 from jaxche.reports._every import as_every as as_every
-from jaxche.reports._every import positive as positive
 from jaxche.reports._history import History
 from jaxche.reports._history import read_record as read_record
 from jaxche.reports._history import text_rows as text_rows

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ElChe
-from jaxche.messages import aligned, finite_number, html_table, one_of, per_rank, whole_number
-from jaxche.reports._every import positive
+from jaxche.messages import aligned, finite_number, html_table, one_of, per_rank, positive, whole_number
 from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxche.reports._every import positive
+from jaxche.messages import positive
 from jaxche.reports._history import History
 from jaxche.reports._round_info import RoundInfo
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxche.messages import brief
+from jaxche.messages import positive
 
 
 class Reached(NamedTuple):
@@ -85,16 +84,3 @@ def as_every(name: str, value: Any) -> Every | None:
         return value
     line = f"{name}=1000 for steps, or {name}=jaxche.Every(epochs=1)"
     return Every(steps=int(positive(name, value, line, whole=True)))
-
-
-def positive(name: str, value: Any, line: str, whole: bool) -> float:
-    """A number above 0, and a whole one if ``whole``; ValueError with the ``line`` to write for anything else."""
-    try:
-        number = math.nan if isinstance(value, bool | str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number < math.inf or (whole and number != int(number)):
-        raise ValueError(
-            f"{name}={brief(value)} must be {'a whole number' if whole else 'a number'} above 0; write {line}"
-        )
-    return int(value) if whole else number

@@ -24,8 +24,9 @@ from jaxche.cadence import (
     split_by_ratio,
 )
 from jaxche.data import Key, Reader
+from jaxche.messages import positive
 from jaxche.replicas import LocalState, MergeScale
-from jaxche.reports import RoundInfo, positive
+from jaxche.reports import RoundInfo
 from jaxche.training._groups import Groups
 from jaxche.training._state import TrainerState
 
