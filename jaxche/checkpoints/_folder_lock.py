@@ -8,9 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 _log = logging.getLogger("jaxche")
 
@@ -30,7 +28,7 @@ class FolderLock:
         self._folder, self._file = folder, folder / ".lock"
         self._descriptor: int | None = None
 
-    def acquire(self, sleep: Callable[[float], Any] = time.sleep) -> None:
+    def acquire(self) -> None:
         """Lock the folder, or wait until its lock is released; ValueError if that takes too long."""
         if self.try_acquire():
             return
@@ -38,7 +36,7 @@ class FolderLock:
         text = "checkpoints=%r is in use by %s; waiting up to %.0f s for its end"
         _log.warning(text, str(self._folder), holder, _WAIT_S)
         for _ in range(int(_WAIT_S / _POLL_S)):
-            sleep(_POLL_S)
+            time.sleep(_POLL_S)
             if self.try_acquire():
                 return
         raise ValueError(

@@ -54,7 +54,7 @@ def holder(folder):
 
 
 @pytest.mark.parametrize("how", ["released", "killed"])
-def test_a_second_run_waits_until_the_first_has_ended(tmp_path, caplog, how):
+def test_a_second_run_waits_until_the_first_has_ended(tmp_path, caplog, monkeypatch, how):
     with holder(tmp_path) as (first, end):
         lock, slept = FolderLock(tmp_path), []
 
@@ -63,7 +63,8 @@ def test_a_second_run_waits_until_the_first_has_ended(tmp_path, caplog, how):
             if len(slept) == 3:
                 end(how)
 
-        lock.acquire(sleep=sleep)
+        monkeypatch.setattr(_folder_lock.time, "sleep", sleep)
+        lock.acquire()
         assert slept == [_folder_lock._POLL_S] * 3
         (warning,) = caplog.messages
         assert f"'{tmp_path}' is in use by process {first.pid} on {os.uname().nodename}; waiting up to 60 s" in warning
@@ -72,11 +73,12 @@ def test_a_second_run_waits_until_the_first_has_ended(tmp_path, caplog, how):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_does_not_end_is_named(tmp_path):
+def test_a_run_that_does_not_end_is_named(tmp_path, monkeypatch):
     slept = []
+    monkeypatch.setattr(_folder_lock.time, "sleep", slept.append)
     with holder(tmp_path) as (first, _):
         with pytest.raises(ValueError, match=f"process {first.pid} on"):
-            FolderLock(tmp_path).acquire(sleep=slept.append)
+            FolderLock(tmp_path).acquire()
         assert sum(slept) == 60
 
 
