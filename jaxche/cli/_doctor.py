@@ -94,10 +94,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:
     devices = device_checks.device_finding()
-    findings = [checks.versions(), checks.machine(), *device_checks.gpu_findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
-    findings.append(Finding("launcher", text.get(launcher, launcher)))
-    findings += [
+    findings = [
+        checks.versions(),
+        checks.machine(),
+        *device_checks.gpu_findings(os.environ, errors),
+        devices,
+        Finding("launcher", text.get(launcher, launcher)),
         checks.variables(os.environ),
         checks.allocation(os.environ),
         checks.proxies(os.environ),
