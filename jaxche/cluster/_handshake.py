@@ -65,25 +65,25 @@ def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) ->
 
 def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
     """Refuse different versions or numbers of processes."""
-    worlds = [str(process.num_processes) for process in processes]
+    worlds = [process.num_processes for process in processes]
     if len(set(worlds)) > 1:
+        listed = "; ".join(
+            f"num_processes={world} on process {format_ranks([i for i, own in enumerate(worlds) if own == world])}"
+            for world in dict.fromkeys(worlds)
+        )
         raise RuntimeError(
-            "the processes of this run disagree on their number: "
-            + "; ".join(
-                f"num_processes={world} on process {format_ranks([i for i, own in enumerate(worlds) if own == world])}"
-                for world in dict.fromkeys(worlds)
-            )
-            + ". Start all with the same number (JAXCHE_NUM_PROCESSES or num_processes=)."
+            f"the processes of this run disagree on their number: {listed}. Start all with the same number "
+            "(JAXCHE_NUM_PROCESSES or num_processes=)."
         )
     columns = {name: [process.versions.get(name, "none") for process in processes] for name in processes[0].versions}
     odd = odd_ones(columns, range(len(processes)), {"host": [process.host for process in processes]}, _ROWS)
     if not odd.processes:
         return
-    fix = " ".join(f"{name}=={value}" for name, value in odd.majority.items() if name != "python")
+    packages = " ".join(f"{name}=={value}" for name, value in odd.majority.items() if name != "python")
+    fix = f"write: pip install {packages}" if packages else f"start them with Python {odd.majority['python']}."
     raise RuntimeError(
         f"{len(odd.processes)} of {len(processes)} processes run other versions of {', '.join(odd.majority)}:\n"
-        f"{odd.table}\nDifferent versions compile different programs, whose ranks hang or diverge. "
-        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.majority['python']}.")
+        f"{odd.table}\nDifferent versions compile different programs, whose ranks hang or diverge. There {fix}"
     )
 
 

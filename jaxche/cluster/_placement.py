@@ -66,12 +66,15 @@ def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 
     if platform != "cuda":
         return [Placement(platform=platform)] * on_gpus + [_SHARED_CPU] * on_cpu
     if len(ids) < on_gpus:
-        fewer = f"jaxche launch -n {len(ids)}, or " if ids else ""
-        more = f"; --on-cpu {processes - len(ids)} puts the others on the CPU, " if ids else ""
-        more += f"CUDA_VISIBLE_DEVICES={','.join([ids[0]] * on_gpus)} all on one GPU" if ids else ""
+        write = f"JAX_PLATFORMS=cpu jaxche launch -n {processes} to run on CPU cores"
+        if ids:
+            write = (
+                f"jaxche launch -n {len(ids)}, or {write}; --on-cpu {processes - len(ids)} puts the others on the CPU, "
+                f"CUDA_VISIBLE_DEVICES={','.join([ids[0]] * on_gpus)} all on one GPU"
+            )
         raise ValueError(
             f"processes={processes}, but this machine shows {len(ids)} GPU(s) and each process takes one. "
-            f"Write: {fewer}JAX_PLATFORMS=cpu jaxche launch -n {processes} to run on CPU cores{more}."
+            f"Write: {write}."
         )
     return [Placement(gpu=ids[rank], platform="cuda") for rank in range(on_gpus)] + [_SHARED_CPU] * on_cpu
 
