@@ -38,8 +38,8 @@ def jobset(job: Job, image: str, volume: str | None) -> str:
 
 def _comments(job: Job, claim: str, path: str) -> Iterator[str]:
     yield job.made_by
-    needs = "the JobSet controller (jobset.sigs.k8s.io)" + f" and Kubernetes {'1.29' if job.elastic else '1.26'}"
-    yield f"Needs {needs}. Start with: kubectl apply -f FILE"
+    oldest = "1.29" if job.elastic else "1.26"
+    yield f"Needs the JobSet controller (jobset.sigs.k8s.io) and Kubernetes {oldest}. Start with: kubectl apply -f FILE"
     if claim:
         yield f"The claim {claim} must be writable from all nodes (ReadWriteMany)."
         yield f"Checkpoints go to a folder in {path}."

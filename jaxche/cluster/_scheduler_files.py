@@ -295,9 +295,9 @@ def emit(
     name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
     job = Job(command, groups, max_restarts, name, made_by, variables, elastic)
-    if scheduler == "jobset":
-        return jobset(job, image or "", volume)
-    return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](job)
+    if scheduler == "slurm":
+        return _slurm(job)
+    return _mpirun(job) if scheduler == "mpirun" else jobset(job, image or "", volume)
 
 
 def _slurm(job: Job) -> str:
