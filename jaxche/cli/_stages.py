@@ -79,16 +79,15 @@ def _protocol(args: argparse.Namespace, batch_size: int, batches: int) -> Any:
 def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> int:
     """Train the stages ``local`` of this process (None: all) and return the exit code."""
     import jax
-    import optax
 
-    from jaxche.cli._tasks import EPOCHS, LEARNING_RATE, text_stages
+    from jaxche.cli._tasks import EPOCHS, adam, text_stages
 
     task = text_stages(n_stages, args.batch_size, args.seed)
     # Skip the smaller last batch of an epoch: micro-batches may not divide it.
     batches = sum(len(batch) == task.data.batch_size for batch in task.data.epoch(0))
     protocol = _protocol(args, task.data.batch_size, batches)
     model = jaxche.Partitioned(task.stages, task.loss, protocol, local_stages=local, seed=args.seed)
-    state = model.init(task.params, optax.adam(LEARNING_RATE if args.learning_rate is None else args.learning_rate))
+    state = model.init(task.params, adam(args.learning_rate))
     prints = local is None or n_stages - 1 in local
     epochs = args.epochs or EPOCHS
     if prints:

@@ -18,7 +18,9 @@ from jaxche.cli._settings import require
 from jaxche.data import Batches
 from jaxche.stages import balance_stages
 
-BATCH_SIZE, LEARNING_RATE, EPOCHS = 16, 2e-3, 4
+LEARNING_RATE = 2e-3
+# Of the text.
+BATCH_SIZE, EPOCHS = 16, 4
 _CONTEXT = 48
 _HELD_OUT = 0.1
 _TEST_BATCH_SIZE = 125
@@ -53,6 +55,11 @@ def load(name: str, batch_size: int | None = None, learning_rate: float | None =
     """Build a task; equal arguments give equal data, split and order on every process."""
     require(name)
     return {"mnist": mnist, "digits": digits, "text": text}[name](batch_size, learning_rate, seed)
+
+
+def adam(learning_rate: float | None) -> optax.GradientTransformation:
+    """The optimizer of all tasks."""
+    return optax.adam(LEARNING_RATE if learning_rate is None else learning_rate)
 
 
 class ConvNet(nn.Module):
@@ -137,7 +144,7 @@ def _image_task(
         init=_init(partial(net.init, train=False), x[:1]),
         loss_fn=loss_fn,
         metric_fn=metric_fn,
-        tx=optax.adam(2e-3 if learning_rate is None else learning_rate),
+        tx=adam(learning_rate),
         epochs=epochs,
         metric="accuracy",
     )
@@ -197,7 +204,7 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
         init=_init(net.init, train[:1, :-1]),
         loss_fn=loss_fn,
         metric_fn=lambda params, window: {"loss": loss_fn(params, window)},
-        tx=optax.adam(LEARNING_RATE if learning_rate is None else learning_rate),
+        tx=adam(learning_rate),
         epochs=EPOCHS,
         metric="loss",
     )
