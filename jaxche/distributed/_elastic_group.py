@@ -93,7 +93,7 @@ class ElasticGroup(Group):
 
     elastic = True
 
-    def __init__(self, state: Any = None):
+    def __init__(self, state: Any):
         super().__init__(state)
         self._liveness = Liveness(self._state, _liveness_address(self.client), self.watchdog)
         self.incarnations = dict.fromkeys(range(self.num_processes), 1)  # of the members
@@ -130,13 +130,13 @@ class ElasticGroup(Group):
             time.sleep(_POLL_MS / 1e3)
 
     def receive(self, key: str, process: int) -> str:
-        return self._liveness.wait_for_key(key, {process: self.incarnations[process]}, unless=self._failures)
+        return self._liveness.wait_for_key(key, {process: self.incarnations[process]}, self._failures)
 
     def _receiver(self) -> Callable[[str, int, float], str]:
         incarnations, failures = dict(self.incarnations), self._failures
 
         def receive(key: str, process: int, timeout_ms: float) -> str:
-            return self._liveness.wait_for_key(key, {process: incarnations[process]}, timeout_ms, unless=failures)
+            return self._liveness.wait_for_key(key, {process: incarnations[process]}, failures, timeout_ms)
 
         return receive
 
@@ -389,7 +389,7 @@ class ElasticGroup(Group):
             self.client.key_value_set(place, "", allow_overwrite=True)
         else:
             if 0 in self.members:
-                self._liveness.wait_for_key(place, {0: self.incarnations[0]}, unless=self._failures)
+                self._liveness.wait_for_key(place, {0: self.incarnations[0]}, self._failures)
             self._restore_topology()
             client = make_cpu_client()
         self._devices = {device.id: device for device in client.devices()}

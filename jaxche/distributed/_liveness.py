@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -118,10 +119,8 @@ class Liveness:
             time.sleep(_POLL_S)
         return None
 
-    def wait_for_key(
-        self, key: str, expected: Mapping[int, int], timeout_ms: float = float("inf"), unless: str | None = None
-    ) -> str:
-        """Wait for a key; PeerLostError if one of ``expected`` died before, or there are keys in ``unless``."""
+    def wait_for_key(self, key: str, expected: Mapping[int, int], failures: str, timeout_ms: float = math.inf) -> str:
+        """Wait for a key; PeerLostError if one of ``expected`` died before, or there are keys in ``failures``."""
         client = self._state.client
         deadline = time.monotonic() + timeout_ms / 1e3
         while True:
@@ -132,7 +131,7 @@ class Liveness:
                 with suppress_timeout():
                     return client.blocking_key_value_get(key, 1)
                 raise PeerLostError(f"process {format_ranks(lost)} died while others waited for it")
-            if unless is not None and client.key_value_dir_get(unless):
+            if client.key_value_dir_get(failures):
                 raise PeerLostError("a merge failed in another process")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no process set {key} within {timeout_ms / 1e3:g} s")

@@ -358,9 +358,9 @@ def test_a_wait_for_a_key_ends_with_its_writer_but_not_before_what_it_wrote(run,
     store.key_value_set("here", "yes")
     zero.stop()
     assert until(lambda: one.lost({0: 1}))
-    assert one.wait_for_key("here", {0: 1}) == "yes"
+    assert one.wait_for_key("here", {0: 1}, "failures/") == "yes"
     with pytest.raises(PeerLostError, match="process 0 died while others waited for it"):
-        one.wait_for_key("missing", {0: 1})
+        one.wait_for_key("missing", {0: 1}, "failures/")
 
 
 def test_a_loss_is_known_when_all_others_have_come(run, store, until):
@@ -402,7 +402,7 @@ def test_a_wait_for_a_key_ends_where_a_merge_has_failed(run, store, monkeypatch)
     zero, _ = connected(0), connected(1)
     store.key_value_set("failures/1/1", "")
     with pytest.raises(PeerLostError, match="a merge failed in another process"):
-        zero.wait_for_key("missing", {1: 1}, unless="failures/1/")
+        zero.wait_for_key("missing", {1: 1}, "failures/1/")
 
 
 def test_whether_the_server_can_be_reached(run, monkeypatch):
