@@ -145,7 +145,7 @@ def serve_coordinator(
     address: str, bind: str, num_processes: int, start_s: float = math.inf, liveness: str = ""
 ) -> NoReturn:
     """Serve until the run has ended; the address of the :class:`LivenessServer` is ``liveness``, or is printed."""
-    from jaxlib import _jax  # type: ignore[attr-defined]
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the processes of the run may still write files
         signal.signal(number, signal.SIG_IGN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,8 +22,6 @@ class _Packed(bytes):
 
     def __eq__(self, other: object) -> bool:
         return unpacked(self) == unpacked(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def packed(info: Any) -> Any:
@@ -96,8 +94,8 @@ class RoundList(list[RoundInfo]):
     def pop(self, index: Any = -1) -> RoundInfo:
         return unpacked(super().pop(index))
 
-    def sort(self, *, key: Callable[[RoundInfo], Any] | None = None, reverse: bool = False) -> None:
-        ordered = sorted(self, key=key, reverse=reverse)  # type: ignore[arg-type]
+    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
+        ordered = sorted(self, key=key, reverse=reverse)
         self.clear()
         self.extend(ordered)
 
