@@ -24,10 +24,6 @@ def scheduled(environ: Mapping[str, str]) -> tuple[str, int]:
 
     The number must be above 1: ``srun --pty bash``, ``mpirun -n 1``, the shell of an allocation and the script of a job
     are single processes. In a Slurm job that of mpirun comes first, because Slurm then starts one process a machine.
-
-    Example:
-      >>> scheduled({"OMPI_COMM_WORLD_SIZE": "4"}), scheduled({"SLURM_NTASKS": "8"})
-      (('OMPI_COMM_WORLD_SIZE', 4), ('', 1))
     """
     counts = {"OMPI_COMM_WORLD_SIZE": environ.get("OMPI_COMM_WORLD_SIZE")}
     if "MPI_LOCALRANKID" in environ:  # only mpirun of MPICH and Intel MPI sets that; srun sets PMI_SIZE too
