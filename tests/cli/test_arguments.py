@@ -216,26 +216,19 @@ def test_one_process_for_each_gpu_kind(launched, monkeypatch):
     assert launched[0][1] == 2
 
 
-@pytest.fixture
-def _under_slurm(monkeypatch):
-    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-
-    def join(**_):
-        raise ConnectionError("this is where it joins")
-
-    monkeypatch.setattr("jaxche.cluster.initialize", join)
-
-
-@pytest.mark.usefixtures("_under_slurm")
+@pytest.mark.usefixtures("under_slurm")
 def test_exclusive_options_under_a_scheduler(capsys):
     assert main(["train", "--task", "digits", "--pace", "20,50", "--ratios", "1,2"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_under_slurm")
+@pytest.mark.usefixtures("under_slurm")
 @pytest.mark.parametrize("words", [["--checkpoint-every", "2"], ["--max-restarts", "2"]])
-def test_a_scheduler_requires_a_name_for_checkpoints(words, capsys):
+def test_a_scheduler_requires_a_name_for_checkpoints(words, capsys, monkeypatch):
+    def join(**_):
+        raise ConnectionError("this is where it joins")
+
+    monkeypatch.setattr("jaxche.cluster.initialize", join)
     assert main(["train", "--task", "digits", *words]) == 2
     assert f"{words[0]} needs a name that all slurm processes have, in every start" in capsys.readouterr().err
     assert main(["train", "--task", "digits", *words, "--name", "mine"]) == 2
@@ -265,10 +258,11 @@ def test_a_replay_does_not_restart_or_save(launched, tmp_path, monkeypatch):
     assert more["max_restarts"] == 0
 
 
-@pytest.mark.parametrize("result", ["[1, 2]", "{}", '{"arguments": [1]}', "3", ""])
+@pytest.mark.parametrize("result", [None, "[1, 2]", "{}", '{"arguments": [1]}', "3", ""])
 def test_a_replay_requires_the_result_of_a_run(launched, tmp_path, capsys, result):
-    record(tmp_path / "old")
-    (tmp_path / "old" / "result.json").write_text(result)
+    if result is not None:
+        record(tmp_path / "old")
+        (tmp_path / "old" / "result.json").write_text(result)
     assert main(["train", "--replay", "old"]) == 2
     assert "--replay old: there is no result.json of a finished run" in capsys.readouterr().err
     assert not launched
@@ -318,7 +312,7 @@ def test_options_of_the_processes(launched):
     assert name.startswith("digits-cadence-")
 
 
-def test_processes(monkeypatch):
+def test_processes():
     assert _processes(parse()) == (2, {})
     assert _processes(parse("-n", "4")) == (4, {})
     assert _processes(parse("--pace", "10,20,30")) == (3, {})
@@ -334,11 +328,6 @@ def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
     assert _processes(parse()) == (4, {})
     monkeypatch.setenv("JAX_PLATFORMS", "cpu,cuda")
     assert _processes(parse()) == (2, {})
-
-
-def test_python_m_jaxche():
-    done = subprocess.run([sys.executable, "-m", "jaxche", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("jaxche ")
 
 
 def test_events_in_a_folder_that_is_missing_are_refused_by_their_option(tmp_path, capsys):

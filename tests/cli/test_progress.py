@@ -1,6 +1,5 @@
 """The history of a run over several starts, and its result."""
 
-import dataclasses
 import errno
 import json
 from pathlib import Path
@@ -14,48 +13,35 @@ from jaxche.cli._replay import recorded_arguments
 from jaxche.cli._result import result_from_history
 from jaxche.cli._run_folder import read_params, refuse_directory, write_atomic, write_policy
 from jaxche.cli._worker import _DONE, _earlier_result
-from jaxche.reports import History, RoundInfo
-
-ROUND = RoundInfo(
-    round=0,
-    epoch=0,
-    cursor=0,
-    counts=(10, 4),
-    planned=(10, 4),
-    weights=(0.7, 0.3),
-    wall_ms=(200.0, 190.0),
-    sync_ms=10.0,
-    loss=1.0,
-    metrics={"accuracy": 0.5},
-    drift=0.01,
-    drift_dir=0.2,
-    losses=(1.0, 2.0),
-    examples=100,
-    anchor=4,
-    verdict="calm",
-)
+from jaxche.reports import History
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Pages without pictures, which take most of the time."""
-    monkeypatch.setattr("jaxche.cli._report._svg", lambda history: "<svg></svg>")
+def infos(round_info):
+    """Makes rounds of these numbers, two in an epoch."""
+
+    def make(*numbers, **changes):
+        fields = {"wall_ms": (200.0, 190.0), "examples": 100} | changes
+        return [round_info(round=number, epoch=number // 2, **fields) for number in numbers]
+
+    return make
 
 
-def infos(*numbers, **changes):
-    return [dataclasses.replace(ROUND, round=number, epoch=number // 2, **changes) for number in numbers]
+@pytest.fixture
+def start(infos):
+    """Starts a run of three epochs, or starts it again, and gives the function that ends rounds of it."""
 
-
-class Start:
-    """One start of a run whose epochs have two rounds."""
-
-    def __init__(self, folder):
+    def begin(folder):
         trainer = SimpleNamespace(policy="cadence", world_size=2)
-        self.progress = Progress(trainer, SimpleNamespace(metric="accuracy"), 3, folder)
+        progress = Progress(trainer, SimpleNamespace(metric="accuracy"), 3, folder)
 
-    def rounds(self, *numbers, **changes):
-        for info in infos(*numbers, **changes):
-            self.progress(None, info)
+        def rounds(*numbers, **changes):
+            for info in infos(*numbers, **changes):
+                progress(None, info)
+
+        return rounds
+
+    return begin
 
 
 def record(folder):
@@ -63,8 +49,8 @@ def record(folder):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_each_round_is_saved_and_can_be_reported(tmp_path):
-    Start(tmp_path).rounds(0, 1, 2)
+def test_each_round_is_saved_and_can_be_reported(tmp_path, start):
+    start(tmp_path)(0, 1, 2)
     assert record(tmp_path) == [0, 1, 2]
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"round": 3, "ep')  # cut off
@@ -73,26 +59,26 @@ def test_each_round_is_saved_and_can_be_reported(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"history.jsonl", "report.html"}
 
 
-def test_repeated_rounds_are_saved_once(tmp_path):
-    Start(tmp_path).rounds(0, 1, 2, 3)
+def test_repeated_rounds_are_saved_once(tmp_path, start):
+    start(tmp_path)(0, 1, 2, 3)
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"round": 4, "ep')
-    second = Start(tmp_path)
-    second.rounds(3, 4)
+    second = start(tmp_path)
+    second(3, 4)
     assert record(tmp_path) == [0, 1, 2, 3, 4]
-    second.rounds(2, 3)  # back, after the death of a process
+    second(2, 3)  # back, after the death of a process
     assert record(tmp_path) == [0, 1, 2, 3]
-    Start(tmp_path).rounds(0)  # no checkpoint could be read
+    start(tmp_path)(0)  # no checkpoint could be read
     assert record(tmp_path) == [0]
 
 
-def test_an_evaluation_is_printed_with_the_time_of_all_starts(tmp_path, capsys):
-    Start(tmp_path).rounds(0, 1)
-    Start(tmp_path).rounds(2, 3, validation={"accuracy": 0.5})
+def test_an_evaluation_is_printed_with_the_time_of_all_starts(tmp_path, capsys, start):
+    start(tmp_path)(0, 1)
+    start(tmp_path)(2, 3, validation={"accuracy": 0.5})
     assert capsys.readouterr().out.splitlines()[-1] == "epoch 2 of 3: test accuracy 50.0 % after 0.8 s"
 
 
-def test_result_covers_all_rounds():
+def test_result_covers_all_rounds(infos):
     history = History([*infos(0, 1, 2), *infos(3, validation={"accuracy": 0.9})])
     result = result_from_history("cadence", history, (50.0, 20.0))
     assert result.test == {"accuracy": 0.9}
@@ -103,25 +89,21 @@ def test_result_covers_all_rounds():
     assert result.sync_share == pytest.approx(0.04 / 0.84)
 
 
-def test_result_covers_rounds_with_the_final_ranks(tmp_path):
-    alone = {"counts": (7,), "planned": (7,), "weights": (1.0,), "wall_ms": (140.0,), "losses": (1.0,)}
-    history = History([*infos(0, 1), *infos(2, **alone), *infos(3, 4)])
-    assert [info.round for info in history.last_ranks] == [3, 4]
-    assert history[:2].last_ranks == history[:2]
-    assert History().last_ranks == History()
+def test_result_covers_rounds_with_the_final_ranks(tmp_path, infos):
+    history = History([*infos(0, 1), *infos(2, counts=(7,), wall_ms=(140.0,)), *infos(3, 4)])
     result = result_from_history("cadence", history, (50.0, 20.0))
     assert (result.rounds, result.batches, len(result.wait_ms)) == (2, 28, 2)
     history.to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
 
 
-def test_a_later_start_overwrites_files(tmp_path):
+def test_a_later_start_overwrites_files(tmp_path, infos):
     for value in (1.0, 2.0):
         write_policy(tmp_path, History(infos(0)), {"w": value})
     assert read_params(tmp_path / "params")["w"] == 2.0
 
 
-def test_done_file_marks_a_finished_policy(tmp_path):
+def test_done_file_marks_a_finished_policy(tmp_path, infos):
     assert _earlier_result(tmp_path) is None
     result = result_from_history("sync", History(infos(0, validation={"accuracy": 0.9})), (50.0, 20.0))
     write_atomic(tmp_path / _DONE, json.dumps(result.to_dict()))
@@ -129,7 +111,7 @@ def test_done_file_marks_a_finished_policy(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [_DONE]
 
 
-def test_a_full_disk_leaves_a_file_as_it_was(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_a_file_as_it_was(tmp_path, monkeypatch, infos):
     write_policy(tmp_path, History(infos(0)), {"w": 1.0})
     before = (tmp_path / "history.jsonl").read_text()
     write = Path.write_text
@@ -145,19 +127,10 @@ def test_a_full_disk_leaves_a_file_as_it_was(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_damaged_lines_are_skipped(tmp_path, caplog):
-    Start(tmp_path).rounds(0, 1, 2, 3)
-    lines = (tmp_path / "history.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "history.jsonl").write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[2:]))
-    Start(tmp_path).rounds(3, 4)
-    assert record(tmp_path) == [0, 2, 3, 4]
-    assert caplog.text.count("history.jsonl: 1 damaged line is left out") == 1
-
-
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
-def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
-    Start(tmp_path).rounds(0, 1)
+def test_a_damaged_result_is_ignored(tmp_path, caplog, text, start):
+    start(tmp_path)(0, 1)
     for name in ("result.json", _DONE):
         (tmp_path / name).write_bytes(text)
     assert main(["report", str(tmp_path)]) == 0
@@ -172,8 +145,8 @@ def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog):
-    Start(tmp_path).rounds(0, 1)
+def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog, start):
+    start(tmp_path)(0, 1)
     file = tmp_path / "history.jsonl"
     file.write_bytes(file.read_bytes() + b"\0\n")
     assert main(["report", str(tmp_path)]) == 0

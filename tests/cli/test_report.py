@@ -21,12 +21,6 @@ def history(round_info):
     return make
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Pages without pictures, which take most of the time."""
-    monkeypatch.setattr("jaxche.cli._report._svg", lambda history: "<svg></svg>")
-
-
 def result(*policies):
     numbers = {
         "test": {"accuracy": 0.975},

@@ -52,14 +52,6 @@ def test_processes_and_stages_must_agree(monkeypatch, capsys):
     assert "3 processes for 2 stages; start one a stage, or write --stages 3" in capsys.readouterr().err
 
 
-def test_a_scheduler_numbers_the_stages_of_a_store(monkeypatch, capsys):
-    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "3", "LOCALID": "0"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr("jaxche.cluster.initialize", lambda **_: ClusterInfo(1, 3, "slurm"))
-    assert main(["train", "--task", "text", "--protocol", "store", "--store", "memory://x", "--stages", "2"]) == 2
-    assert "3 processes for 2 stages" in capsys.readouterr().err
-
-
 def test_store_starts_a_process_a_stage(monkeypatch):
     calls = []
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **more: calls.append((command, processes)))
@@ -119,9 +111,8 @@ def test_incomplete_variables(monkeypatch, capsys):
     assert "JAXCHE_PROCESS_ID=0 without JAXCHE_COORDINATOR and JAXCHE_NUM_PROCESSES" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("under_slurm")
 def test_slurm_tasks_are_stages(monkeypatch):
-    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr("jaxche.cluster.initialize", lambda **_: ClusterInfo(1, 2, "slurm"))
     monkeypatch.setattr("jaxche.cluster.launch", lambda *_, **__: pytest.fail("started processes"))
     trained = []

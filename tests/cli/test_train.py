@@ -22,13 +22,6 @@ def refused(words, capsys):
     return err
 
 
-def test_replay_of_a_directory_without_a_run(tmp_path, capsys):
-    assert main(["train", "--replay", str(tmp_path / "other")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"--replay {tmp_path / 'other'}: there is no result.json" in err
-
-
 @pytest.mark.parametrize("more", [[], ["-n", "1"], ["--checkpoint-every", "1", "--name", "mine"]])
 def test_unwritable_output_directory(more, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -79,17 +72,17 @@ def test_ctrl_c_writes_no_result(run_forked, tmp_path):
     assert (tmp_path / "runs" / "mine" / "result.json").exists()
 
 
-def test_hang_timeout_of_launcher_or_process(monkeypatch):
+def test_hang_timeout_of_the_launcher(monkeypatch):
     started = {}
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("jaxche.cluster.launch", lambda *words, **how: started.update(how) or 124)
     for processes in (1, 2):
         assert main(["train", "--task", "digits", "-n", str(processes), "--hang-timeout", "9", "--dry-run"]) == 124
         assert (started["hang_timeout_s"], started["pin"]) == (9.0, processes == 2)
-    for name, value in {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
-        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("under_slurm")
+def test_hang_timeout_of_the_process_where_a_scheduler_started_it(monkeypatch):
     monkeypatch.setenv("JAXCHE_HANG_TIMEOUT", "")
     seen = []
     monkeypatch.setattr(
