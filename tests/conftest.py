@@ -290,6 +290,7 @@ class Store:
 
     def __init__(self):
         self._values, self._changed = {}, threading.Condition()
+        self.reads = 0
 
     def key_value_set(self, key, value, allow_overwrite=False):
         with self._changed:
@@ -309,12 +310,14 @@ class Store:
 
     def blocking_key_value_get(self, key, timeout_ms):
         with self._changed:
+            self.reads += 1
             if not self._changed.wait_for(lambda: key in self._values, timeout_ms / 1e3):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self._values[key]
 
     def key_value_dir_get(self, place):
         with self._changed:
+            self.reads += 1
             return [(key, value) for key, value in self._values.items() if key.startswith(place)]
 
     key_value_set_bytes, key_value_dir_get_bytes = key_value_set, key_value_dir_get

@@ -1,10 +1,8 @@
 """Failing together, seen from one process; tests/multiprocess does it with real ones."""
 
-import collections
 import copy
 import json
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -14,55 +12,29 @@ import pytest
 from jaxche.distributed import Group, PeerLostError, RankError, _group
 
 
-class Store:
-    """The key-value store of a run, in memory; counts the reads."""
-
-    def __init__(self):
-        self.values, self.reads = {}, collections.Counter()
-        self._changed = threading.Condition()
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        with self._changed:
-            assert allow_overwrite or key not in self.values
-            self.values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        with self._changed:
-            self.reads["key"] += 1
-            assert self._changed.wait_for(lambda: key in self.values, timeout_ms / 1e3)
-            return self.values[key]
-
-    def key_value_dir_get(self, prefix):
-        with self._changed:
-            self.reads["directory"] += 1
-            return [(key, value) for key, value in sorted(self.values.items()) if key.startswith(prefix)]
-
-    def key_value_delete(self, key):
-        with self._changed:
-            del self.values[key]
+def groups(store, size):
+    """The groups of all processes of a run."""
+    return [Group(SimpleNamespace(process_id=i, num_processes=size, client=store)) for i in range(size)]
 
 
-def test_all_processes_gather_all_values_in_their_order():
-    store, size = Store(), 12
-    groups = [Group(SimpleNamespace(process_id=i, num_processes=size, client=store)) for i in range(size)]
+def test_all_processes_gather_all_values_in_their_order(store):
+    size = 12
 
     def gather(group):
         return [group.all_gather([call, group.process_index]) for call in range(20)]
 
     with ThreadPoolExecutor(size) as pool:
-        for found in pool.map(gather, groups):
+        for found in pool.map(gather, groups(store, size)):
             assert found == [[[call, i] for i in range(size)] for call in range(20)]
-    assert len(store.values) == size  # the last call
+    assert len(store.key_value_dir_get("")) == size  # the last call
 
 
-def test_the_last_process_reads_all_values_at_once():
+def test_the_last_process_reads_all_values_at_once(store):
     """One read for each would be N² of N processes."""
-    store = Store()
     for i in range(99):
         store.key_value_set(f"jaxche/all_gather/0/0/{i}", json.dumps(i))
     assert Group(SimpleNamespace(process_id=99, num_processes=100, client=store)).all_gather(99) == list(range(100))
-    assert store.reads.total() == 2
+    assert store.reads == 2
 
 
 @pytest.mark.parametrize(
@@ -88,45 +60,27 @@ def test_the_last_process_reads_all_values_at_once():
         ),
     ],
 )
-def test_processes_in_different_calls_say_in_which_and_own_errors_come_first(calls, errors):
+def test_processes_in_different_calls_say_in_which_and_own_errors_come_first(calls, errors, store):
     """What each sends would mean something else to the others."""
-    store = Store()
-    groups = [Group(SimpleNamespace(process_id=i, num_processes=2, client=store)) for i in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(call, one) for call, one in zip(calls, groups, strict=True)]
+        found = [pool.submit(call, one) for call, one in zip(calls, groups(store, 2), strict=True)]
     for future, (kind, message) in zip(found, errors, strict=True):
         with pytest.raises(kind, match=message):
             future.result()
 
 
 def test_own_error_is_raised_as_it_is_with_its_place():
-    with pytest.raises(OSError, match="disk") as caught:
-        Group().raise_everywhere(OSError("disk"), 3, "round 7")
-    assert "rank 3 in round 7" in caught.value.__notes__[0]
-
-
-def test_no_error_passes():
-    Group().raise_everywhere(None, 0, "round 0")
-
-
-def test_an_error_within_a_context_is_raised_at_its_end():
     with pytest.raises(OSError, match="disk") as caught, Group().errors_everywhere(3, "round 7"):
         raise OSError("disk")
     assert "rank 3 in round 7" in caught.value.__notes__[0]
 
 
-def test_an_error_elsewhere_ends_a_context(monkeypatch):
-    report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
-    monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, report])
-    with pytest.raises(RankError, match="rank 1 failed in round 7"), Group().errors_everywhere(0, "round 7"):
-        pass
-
-
 def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": "line 3"}
     monkeypatch.setattr(Group, "all_gather", lambda self, own, place="": [own, report])
-    with pytest.raises(RankError, match="rank 1 failed in round 2 with OSError: disk") as caught:
-        Group().raise_everywhere(None, 0, "round 2")
+    message = "rank 1 failed in round 2 with OSError: disk"
+    with pytest.raises(RankError, match=message) as caught, Group().errors_everywhere(0, "round 2"):
+        pass
     assert caught.value.rank == 1
     assert "line 3" in str(caught.value)
 
@@ -151,22 +105,11 @@ def test_a_report_stays_small_whatever_the_error_says(monkeypatch):
     assert len(json.dumps(sent[0])) < 20_000
 
 
-class Impatient(Store):
-    """A store whose reads end as those of JAX if a key is not set in time."""
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        try:
-            return super().blocking_key_value_get(key, timeout_ms)
-        except AssertionError:
-            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out") from None
-
-
 @pytest.fixture
-def pair(monkeypatch):
+def pair(monkeypatch, store):
     monkeypatch.setattr(_group, "_POLL_MS", 20)
     monkeypatch.setattr(_group, "_TIMEOUT_MS", 20_000)  # a wait that no test should see the end of
-    store = Impatient()
-    return [Group(SimpleNamespace(process_id=i, num_processes=2, client=store)) for i in range(2)]
+    return groups(store, 2)
 
 
 def test_a_process_that_has_left_is_not_waited_for(pair):
@@ -180,11 +123,13 @@ def test_a_process_that_has_left_is_not_waited_for(pair):
 def test_what_a_process_sent_before_it_left_is_read(pair, monkeypatch):
     zero, one = pair
 
-    def late(*_):  # set between the wait for it and the check
-        one.client.values.setdefault("key", "value")
-        return Store.key_value_dir_get(one.client, "jaxche/left/")
-
     one.leave()
+    left = one.client.key_value_dir_get("jaxche/left/")
+
+    def late(*_):  # set between the wait for it and the check
+        one.client.key_value_set("key", "value", allow_overwrite=True)
+        return left
+
     monkeypatch.setattr(one.client, "key_value_dir_get", late)
     assert zero.receive("key", 1) == "value"
 
@@ -203,10 +148,10 @@ def test_a_process_in_the_merge_of_this_one_is_waited_for(pair):
     zero, one = pair
     with ThreadPoolExecutor(1) as pool, zero.collective(), one.collective():
         found = pool.submit(zero.receive, "key", 1)
-        while "jaxche/merging/1" not in one.client.values:
+        while not one.client.key_value_dir_get("jaxche/merging/1"):
             pass
-        reads = one.client.reads["key"]
-        while one.client.reads["key"] < reads + 3 and not found.done():  # until it has read that
+        reads = one.client.reads
+        while one.client.reads < reads + 9 and not found.done():  # until it has read that
             pass
         one.client.key_value_set("key", "value")
         assert found.result() == "value"
@@ -217,7 +162,7 @@ def test_a_long_wait_is_logged_once(pair, monkeypatch, caplog):
     monkeypatch.setattr(_group, "_LOG_S", 0.0)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(zero.all_gather, 0)
-        while len(one.client.reads) < 2:  # until it has checked
+        while one.client.reads < 2:  # until it has checked
             pass
         one.all_gather(1)
         assert found.result() == [0, 1]
@@ -225,16 +170,15 @@ def test_a_long_wait_is_logged_once(pair, monkeypatch, caplog):
     assert "has waited 0 s for process 1, which may compile" in record.getMessage()
 
 
-def test_a_value_that_is_handed_on_leaves_no_key():
-    store, size = Store(), 3
-    groups = [Group(SimpleNamespace(process_id=i, num_processes=size, client=store)) for i in range(size)]
+def test_a_value_that_is_handed_on_leaves_no_key(store):
+    size = 3
 
     def relay(group):
         return [group.relay([2, 0], lambda value: [*(value or []), group.process_index]) for _ in range(5)]
 
     with ThreadPoolExecutor(size) as pool:
-        assert list(pool.map(relay, groups)) == [[[2, 0]] * 5] * size
-    assert len(store.values) == size  # the last all-gather
+        assert list(pool.map(relay, groups(store, size))) == [[[2, 0]] * 5] * size
+    assert len(store.key_value_dir_get("")) == size  # the last all-gather
 
 
 def test_another_error_of_the_store_than_a_timeout_is_raised():

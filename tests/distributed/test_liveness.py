@@ -3,7 +3,6 @@
 import socket
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -302,7 +301,7 @@ def test_the_timeout_is_that_of_the_run_and_a_stall_of_the_server_delays_it(monk
     server.close()
 
 
-def test_the_server_stays_a_while_after_the_last_process_and_waits_for_the_first(monkeypatch):
+def test_the_server_stays_a_while_after_the_last_process(monkeypatch):
     now, server = [0.0], LivenessServer("127.0.0.1")
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     came, step = {3.0: module.Incarnation(0, 1), 8.0: module.Incarnation(0, 2)}, []
@@ -320,9 +319,6 @@ def test_the_server_stays_a_while_after_the_last_process_and_waits_for_the_first
     monkeypatch.setattr(server, "step", pass_a_second)
     server.serve(empty_s=4.0, start_s=10.0)
     assert step[-1] == 13.0
-    server._heartbeats.clear()
-    server.serve(empty_s=4.0, start_s=10.0)
-    assert step[-1] == 23.0
     server.close()
 
 
@@ -373,7 +369,8 @@ def test_a_loss_is_known_when_all_others_have_come(run, store, until):
     store.key_value_set("failures/0", "")
     store.key_value_set("failures/2", "")
     thread.start()
-    time.sleep(0.5)
+    reads = store.reads
+    assert until(lambda: store.reads > reads + 2)
     assert not found
     one.stop()
     thread.join(20)
