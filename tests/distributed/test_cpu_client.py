@@ -90,36 +90,29 @@ def test_processes_of_a_machine_without_an_address_gather(run_forked, tmp_path):
     assert sorted(done.stdout.splitlines()) == ["[0] [0 1]", "[1] [0 1]"]
 
 
-def test_process_0_starts_a_second_client_whoever_else_writes(store):
-    calls = []
+@pytest.fixture
+def second_client(store):
+    """Starts the second client of process 0, which raises these errors first, and gives the number of errors left."""
 
-    def start():
-        calls.append(len(calls))
-        if len(calls) < 3:
-            raise RuntimeError("ALREADY_EXISTS: key")
-        return "client"
+    def start(*errors):
+        left = list(errors)
 
-    store.key_value_set(_cpu_client.TOPOLOGY, "")
-    monkeypatched = SimpleNamespace(key_value_delete=lambda key: None)
-    assert _cpu_client.start_cpu_client(monkeypatched, start) == "client"
-    with pytest.raises(RuntimeError, match="another"):
-        _cpu_client.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))
+        def client():
+            store.key_value_set(_cpu_client.TOPOLOGY, "")  # refused where it was not deleted
+            if left:
+                raise RuntimeError(left.pop(0))
+            return "client"
+
+        try:
+            return _cpu_client.start_cpu_client(store, client), len(left)
+        except RuntimeError as error:
+            return str(error), len(left)
+
+    return start
 
 
-@pytest.mark.parametrize("failures", [_cpu_client._ATTEMPTS - 1, _cpu_client._ATTEMPTS])
-def test_after_some_attempts_the_error_of_the_second_client_is_raised(failures):
-    calls = []
-
-    def start():
-        calls.append("start")
-        if len(calls) <= failures:
-            raise RuntimeError("ALREADY_EXISTS: key")
-        return "client"
-
-    store = SimpleNamespace(key_value_delete=lambda key: None)
-    if failures < _cpu_client._ATTEMPTS:
-        assert _cpu_client.start_cpu_client(store, start) == "client"
-    else:
-        with pytest.raises(RuntimeError, match="ALREADY_EXISTS"):
-            _cpu_client.start_cpu_client(store, start)
-    assert len(calls) == _cpu_client._ATTEMPTS
+def test_process_0_starts_a_second_client_whoever_else_writes(second_client):
+    exists, most = "ALREADY_EXISTS: key", _cpu_client._ATTEMPTS
+    assert second_client(*[exists] * (most - 1)) == ("client", 0)
+    assert second_client(*[exists] * (most + 1)) == (exists, 1)
+    assert second_client(exists, "another", exists) == ("another", 1)
