@@ -81,7 +81,7 @@ def test_json_round_trip(tmp_path: Path, told, round_info):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         History.from_json("nowhere/history.jsonl")
     with pytest.raises(ValueError, match=r"source=3 is no file; write History\.from_json\(Path"):
-        History.from_json(3)  # pyright: ignore[reportArgumentType]
+        History.from_json(3)
 
 
 def test_json_of_nan_and_infinity(told, round_info):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import operator
 import pickle
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -84,10 +85,9 @@ def test_comparisons_and_searches_are_those_of_the_rounds(rounds):
     assert rounds[1] in history
     assert other not in history
     assert (history.index(copy.deepcopy(rounds[1])), history.count(rounds[1]), history.count(other)) == (1, 1, 0)
-    with pytest.raises(TypeError):
-        history + (1,)  # noqa: RUF005
-    with pytest.raises(TypeError):
-        (1,) + history  # noqa: RUF005
+    for both in ((history, (1,)), ((1,), history)):
+        with pytest.raises(TypeError):
+            operator.add(*both)
 
 
 def test_changes_are_those_of_a_plain_list(rounds):
