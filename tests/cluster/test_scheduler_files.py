@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -256,7 +255,7 @@ def test_slurm_starts_ranks_of_an_elastic_run_again(tmp_path, codes, starts, cod
 
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
 @pytest.mark.parametrize("code", [0, 9])
-def test_an_elastic_run_is_over_with_its_coordinator(tmp_path, scheduler, code):
+def test_an_elastic_run_is_over_with_its_coordinator(tmp_path, scheduler, code, until):
     # Rank 1 waits for a free node, and its step ends with the job.
     each = f"""
 case "$*" in *coordinator*) exec python ;; esac
@@ -271,7 +270,7 @@ exit {code}
     done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environ, **options)
     assert done.returncode == code
     pid = int((tmp_path / "waiting").read_text())
-    waited(lambda: not Path(f"/proc/{pid}").exists())
+    assert until(lambda: not Path(f"/proc/{pid}").exists(), within_s=30)
 
 
 def test_no_rank_is_started_again_after_its_coordinator(tmp_path):
@@ -283,7 +282,7 @@ while [ ! -s pid ] || [ -e "/proc/$(cat pid)" ]; do sleep 0.02; done
 exit 9
 """
     assert run(text, tmp_path, SLURM, srun=each, scontrol=SCONTROL, python=python).returncode in (1, 9)
-    time.sleep(1.0)  # for one that would start
+    # `run` returns when no process has the output of the script any more, so none can start later.
     assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(2)] == ["\n", "\n"]
 
 
@@ -363,28 +362,21 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_sigterm_stops_mpirun_without_a_restart(tmp_path, started, elastic):
+def test_sigterm_stops_mpirun_without_a_restart(tmp_path, started, elastic, until):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
     mpirun = 'case "$*" in *coordinator*) exec sleep 60 ;; esac; '
     mpirun += f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; for i in {{1..1500}}; do sleep 0.02; done'
-    starts = "start\n" * (1 + elastic)
+    path, starts = tmp_path / "starts", "start\n" * (1 + elastic)
     (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1x2" if elastic else "1", 3, elastic=elastic))
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
-        (tmp_path / "starts").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         env = {**os.environ, "HOSTS": "a", "PATH": played(tmp_path, mpirun=mpirun)}
         heard = [sys.executable, "-c", HEARD, "bash", tmp_path / "script"]
         script = started(heard, env=env, stderr=subprocess.PIPE, text=True)
-        waited(lambda: (tmp_path / "starts").exists() and (tmp_path / "starts").read_text() == starts)
+        assert until(lambda: path.exists() and path.read_text() == starts, within_s=30)
         script.send_signal(number)
         assert (script.communicate(timeout=20)[1], script.returncode) == ("", code)
-        assert (tmp_path / "starts").read_text() == starts
-
-
-def waited(done):
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        assert path.read_text() == starts
 
 
 RANK = """
@@ -403,7 +395,7 @@ sys.exit(143)
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-def test_open_mpi_waits_for_checkpoints(tmp_path, started, monkeypatch):
+def test_open_mpi_waits_for_checkpoints(tmp_path, started, monkeypatch, until):
     monkeypatch.setattr("jaxche.cluster._scheduler_files._KILL_S", 1)
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "script").write_text(emit("mpirun", [sys.executable, "rank.py"], "1x2", max_restarts=3))
@@ -412,7 +404,7 @@ def test_open_mpi_waits_for_checkpoints(tmp_path, started, monkeypatch):
         env = {**os.environ, **root, "HOSTS": "localhost"}
         script = started(["bash", "script"], cwd=tmp_path, env=env, stdout=log, stderr=log)
     pids = [tmp_path / f"{rank}.pid" for rank in range(2)]
-    waited(lambda: all(path.exists() and path.read_text() for path in pids))
+    assert until(lambda: all(path.exists() and path.read_text() for path in pids), within_s=30)
     script.terminate()
     # The second saves for longer than mpirun gives those beside one that failed, twice a second.
     assert script.wait(timeout=60) == 143
