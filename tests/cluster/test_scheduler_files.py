@@ -19,6 +19,8 @@ from jaxche.cluster._scheduler_files import parse_nodes, total_tasks
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["python", "train.py", "--note", "it's $HOME"]
+# With the image that each needs.
+SCHEDULERS = [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")]
 
 
 def played(tmp_path, **programs):
@@ -58,6 +60,13 @@ def test_invalid_nodes(nodes):
         parse_nodes(nodes)
 
 
+def only_container(text):
+    """The container of a jobset of one job."""
+    (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
 def in_kubernetes(command):
     """The words of a container's command as it starts."""
     return [word.replace("$$", "$") for word in command]
@@ -70,8 +79,7 @@ def test_a_command_is_a_list_of_words():
 
 def test_kubernetes_leaves_the_dollars_of_a_command():
     text = emit("jobset", ["sh", "-c", "echo $$ $(JAXCHE_RESTART)"], "2", image="me/train:1")
-    (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
-    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    container = only_container(text)
     assert container["command"][-1] == "echo $$$$ $$(JAXCHE_RESTART)"
     assert in_kubernetes(container["command"])[-1] == "echo $$ $(JAXCHE_RESTART)"
 
@@ -90,7 +98,7 @@ def test_unknown_scheduler_or_empty_command():
         emit("pbs", COMMAND, "2")
 
 
-@pytest.mark.parametrize(("scheduler", "image"), [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")])
+@pytest.mark.parametrize(("scheduler", "image"), SCHEDULERS)
 def test_quoting(scheduler, image):
     def written(made_by, name):
         return emit(scheduler, COMMAND, "2", image=image, made_by=made_by, name=name)
@@ -104,15 +112,13 @@ def test_quoting(scheduler, image):
     assert written("", "3rd run") == written("", "run-3rd-run")
 
 
-@pytest.mark.parametrize(("scheduler", "image"), [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")])
+@pytest.mark.parametrize(("scheduler", "image"), SCHEDULERS)
 def test_hang_timeout_variable(scheduler, image, tmp_path):
     plain = emit(scheduler, COMMAND, "2", image=image)
     text = emit(scheduler, COMMAND, "2", image=image, hang_timeout_s=90.5)
     assert "HANG_TIMEOUT" not in plain
     if scheduler == "jobset":
-        (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
-        (pod,) = job["template"]["spec"]["template"]["spec"]["containers"]
-        assert {"name": "JAXCHE_HANG_TIMEOUT", "value": "90.5"} in pod["env"]
+        assert {"name": "JAXCHE_HANG_TIMEOUT", "value": "90.5"} in only_container(text)["env"]
         return
     program = 'echo "$JAXCHE_HANG_TIMEOUT $*"'
     done = run(text, tmp_path, {"HOSTS": "a,b", "SLURM_JOB_ID": "1"}, srun=program, mpirun=program)
@@ -120,15 +126,13 @@ def test_hang_timeout_variable(scheduler, image, tmp_path):
     assert scheduler == "slurm" or "-x JAXCHE_HANG_TIMEOUT" in done.stdout
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "mpirun", "jobset"])
+@pytest.mark.parametrize(("scheduler", "image"), SCHEDULERS)
 @pytest.mark.parametrize("given", ["", "glibc.malloc.arena_max=2:glibc.malloc.check=1"])
-def test_tunables_of_the_user_take_precedence(scheduler, given, tmp_path):
-    image = "me/train:1" if scheduler == "jobset" else None
+def test_tunables_of_the_user_take_precedence(scheduler, image, given, tmp_path):
     program, environ = 'echo "$GLIBC_TUNABLES"', {"GLIBC_TUNABLES": given, "HOSTS": "a", "SLURM_JOB_ID": "1"}
     text = emit(scheduler, ["bash", "-c", program], "1", image=image)
-    if image:
-        (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
-        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    if scheduler == "jobset":
+        container = only_container(text)
         assert "GLIBC_TUNABLES" not in {one["name"] for one in container["env"]}
         words = {"env": {**os.environ, **environ, "JOB_COMPLETION_INDEX": "0"}, "text": True}
         found = subprocess.check_output(in_kubernetes(container["command"]), **words)
