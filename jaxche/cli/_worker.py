@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         raise UsageError(str(error)) from error
     print_once(_header(task, start[0], epochs, paces, step_ms))
 
-    results, advice = [], []
+    results: list[Result] = []
+    advice: dict[str, Advice] = {}
     for chosen in options:
         policy = chosen["policy"]
         trainer = Trainer(task.loss_fn, task.tx, pace_ms=paces, **chosen)
@@ -101,7 +102,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         result, history = _train_policy(args, trainer, task, trainer.init(*start), epochs, part)
         results.append(result)
         if history and math.isfinite(history[-1].noise):
-            advice.append((result.policy, history.advice()))
+            advice[result.policy] = history.advice()
     if args.dry_run:
         print_once("nothing was written")
     elif jax.process_index() == 0:
@@ -187,13 +188,13 @@ def _finish(
     task: Task,
     folder: Path,
     results: Sequence[Result],
-    advice: Sequence[tuple[str, Advice]],
+    advice: Mapping[str, Advice],
     paces: Sequence[float] | None,
     step_ms: Sequence[float],
 ) -> None:
     """Print the table and write ``result.json``."""
     print_once("\n" + table(results, task.metric))
-    for policy, found in advice:
+    for policy, found in advice.items():
         line = f"\n  {found.line}" if found.line else ""
         print_once(f"\n{policy if args.compare else 'advice'}: {found.summary}{line}")
     write_result(
@@ -206,7 +207,7 @@ def _finish(
             "step_ms": step_ms,
             "batch_size": task.data.batch_size,
             "results": {result.policy: result.to_dict() for result in results},
-            "advice": {policy: found.rows() for policy, found in advice},
+            "advice": {policy: found.rows() for policy, found in advice.items()},
             "arguments": {name: value for name, value in vars(args).items() if name != "words"},
             "command": ["jaxche", *args.words],
         },
