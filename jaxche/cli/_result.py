@@ -66,7 +66,7 @@ class Result:
 
 
 def result_from_history(policy: str, history: jaxche.History, rates: Sequence[float]) -> Result:
-    """The result of a run over all its starts, of the rounds with the final number of ranks, as ``rates`` are."""
+    """The result of a run over all its starts: of its last rounds, with as many ranks as there are ``rates``."""
     counted = history.last_ranks
     return Result(
         policy=policy,

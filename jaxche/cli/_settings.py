@@ -47,7 +47,7 @@ def trainers(args: argparse.Namespace, world_size: int) -> list[dict[str, Any]]:
 
 
 def cadence(args: argparse.Namespace, world_size: int) -> jaxche.ElChe | None:
-    """The cadence of the options, which is the default of the trainer but for them; None without any."""
+    """The cadence that the options set, with the trainer's defaults for the rest; None if they set none of it."""
     given = _given(args, _CADENCE)
     if world_size == 1 or not given:
         return None

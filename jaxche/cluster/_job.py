@@ -68,7 +68,7 @@ def total_tasks(groups: Sequence[Nodes]) -> int:
 
 
 def check_failures(max_restarts: int, hang_timeout_s: float | None) -> int:
-    """Check `max_restarts` and `hang_timeout_s`; returns the former as a Python int."""
+    """Refuse invalid values of these arguments; returns ``max_restarts`` as a Python int."""
     if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
         raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
     return whole_number("max_restarts", max_restarts, 0, "max_restarts=3")

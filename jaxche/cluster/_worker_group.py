@@ -92,7 +92,7 @@ class WorkerGroup:
         self._running: set[int] = set()
         # Process groups that may have processes.
         self._groups: set[int] = set()
-        # Of an elastic run; of the signals to ranks it ignores all but SIGKILL.
+        # That of an elastic run. It gets the signals to the ranks, and ignores all but SIGKILL.
         self._coordinator = coordinator
         if coordinator is not None:
             self._watch(coordinator.process.pid)

@@ -18,7 +18,7 @@ from jaxlib import xla_client
 
 from jaxche.distributed._listener import host_and_port, is_loopback
 
-# Where Gloo writes an address under the numbers of a collective's devices and the place of its process among them.
+# Where Gloo writes the addresses of processes. A key has the devices of a collective, and the place of one of them.
 ADDRESSES = "cpu:gloo/"
 # Where XLA's clients write the topology of all devices, and how often process 0 tries to write it.
 TOPOLOGY, _ATTEMPTS = "cpu:global_topology/cpu", 20

@@ -18,6 +18,11 @@ from jaxche.messages import aligned, finite_number, html_table, one_of, per_rank
 from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
 
+# Speeds are those of this many last rounds.
+_RECENT = 50
+# A shorter round drifts less, so it may lose this share of the goodput. The model is less accurate than that.
+_CLOSE = 0.01
+
 
 @dataclass(frozen=True, repr=False)
 class Choice:
@@ -170,12 +175,6 @@ def _ranks(choice: Choice) -> list[int]:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-# Speeds are those of this many last rounds.
-_RECENT = 50
-# A shorter round drifts less, so it may lose this share of the goodput. The model is less accurate than that.
-_CLOSE = 0.01
 
 
 def advise(
