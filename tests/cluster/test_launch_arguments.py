@@ -97,19 +97,9 @@ def test_options_reach_the_launch(monkeypatch):
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    restarts = [
-        "--max-restarts",
-        "3",
-        "--survivors",
-        "--hang-timeout",
-        "60",
-        "--term-grace",
-        "9",
-        "--events",
-        "e.jsonl",
-    ]
-    shown = ["--only-rank0", "--no-prefix", "--no-pin", "--elastic", "--heartbeat-timeout", "5"]
-    args = _parse("--pace", "20,50.5", *shown, "--grace", "1", *restarts, __file__)
+    shown = "--pace 20,50.5 --only-rank0 --no-prefix --no-pin --elastic --heartbeat-timeout 5 --grace 1"
+    restarts = "--max-restarts 3 --survivors --hang-timeout 60 --term-grace 9 --events e.jsonl"
+    args = _parse(*shown.split(), *restarts.split(), __file__)
     assert args.command_object.run(args) == 0
     assert seen == {
         "processes": 2,
