@@ -142,14 +142,15 @@ class NNXLoss:
     """A loss for the trainer from an nnx model; holds the parameters and the state to start from.
 
     Args:
-      model: the nnx model, in training mode. It is not changed; :meth:`rebuild` makes a trained one.
+      model: the nnx model, in training mode. It is not changed; :meth:`rebuild` makes a trained one. Load pretrained
+        weights into it before: those that it gets later are not seen.
       loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, metrics)``, as in nnx training code. It gets ``rngs=``, an
         ``nnx.Rngs`` with new keys for every batch, and ``rng=`` (or ``key=``), such a key, if it names them.
       optimizer: the model's ``nnx.Optimizer``, if there is one: every replica starts from its state, and :meth:`update`
         updates model and optimizer after training.
       wrt: the nnx filter of the variables to train, e.g. ``nnx.LoRAParam``; by default that of the optimizer, or
         ``nnx.Param``. Other parameters are frozen: constants on every replica, which are neither merged nor saved in
-        checkpoints.
+        checkpoints, so a resumed run has to be given the same ones.
 
     Attributes:
       params: pytree of plain dicts, for ``trainer.init``.
