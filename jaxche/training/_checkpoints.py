@@ -42,6 +42,7 @@ _OF_ARGUMENTS = {
     "noise": ("a run with another scaling=", "scaling="),
     "outer_state": ("a run with another outer=", "outer="),
     "ema": ("a run with another ema=", "ema="),
+    "opt_state": ("a run with another tx", "tx"),
 }
 # Seconds between checkpoints where rounds are short, by default. With overlap at least so many merges are between them,
 # because a save waits for the merge before it.

@@ -305,8 +305,8 @@ class Engine:
             for local, placement, noise in zip(local_states, placements, noises, strict=True)
         )
 
-    def check_state(self, local_states: Sequence[LocalState]) -> None:
-        """Refuse the state of another trainer."""
+    def check_state(self, local_states: Sequence[LocalState], any_tx: bool = False) -> None:
+        """Refuse the state of another trainer; with ``any_tx`` its optimizer may be another one."""
         if len(local_states) != len(self.ranks):
             raise ValueError(
                 f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
@@ -326,7 +326,9 @@ class Engine:
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
             self._check_trees(local_states[0])
-            self._form = form
+            if not any_tx:
+                self._check_tx(local_states[0])
+                self._form = form
 
     def _check_trees(self, local: LocalState) -> None:
         if (local.noise is None) != (self._settings.scaling is None):
@@ -341,6 +343,8 @@ class Engine:
                 "its own: state = trainer.init(other.params(state))"
             )
         self._check_ema(local)
+
+    def _check_tx(self, local: LocalState) -> None:
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
 

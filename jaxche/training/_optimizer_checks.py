@@ -94,7 +94,7 @@ def _form(tree: Any) -> Any:
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
     """Refuse an optimizer state unlike ``tx.init(params)``; if ``staged``, unlike that of each stage."""
 
-    check_arrays("opt_state", opt_state, "write trainer.init(params, opt_state=tx.init(params)), or leave it out")
+    check_arrays("opt_state", opt_state, "write opt_state=tx.init(params), or leave it out")
     wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
     if not _are_equal(_form(opt_state), _form(wanted)):
         own, other = _differences(opt_state, wanted)
@@ -135,8 +135,8 @@ def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
     if not _are_equal(form(wanted), form(opt_state)):
         own, other = _differences(opt_state, wanted)
         raise ValueError(
-            f"state is of a trainer with another tx: its optimizer state has {own}, and tx.init makes {other}; write "
-            "state = trainer.init(other.params(state), other.model_state(state)), with the trainer it is of as other"
+            f"state is of a trainer with another tx: its optimizer state has {own}, and tx.init makes {other}; to go "
+            "on with this one write state = trainer.replace(state, opt_state=tx.init(trainer.params(state)))"
         )
 
 

@@ -172,11 +172,11 @@ class Rounds:
             self._group.raise_everywhere(error, rank, f"round {state.round - 1}")
         return merged
 
-    def check_state(self, state: Any, call: str) -> None:
+    def check_state(self, state: Any, call: str, any_tx: bool = False) -> None:
         """Refuse a value that is not a state of this trainer, and a ``call`` within a trace or a context of JAX."""
         check_untraced(call)
         self._check_context_mesh(call)
-        self._engine.check_state(checked_state(state, call).local_states)
+        self._engine.check_state(checked_state(state, call).local_states, any_tx)
 
     def _check_context_mesh(self, call: str) -> None:
         """Refuse a call under ``jax.set_mesh``, which is for programs on all devices of one mesh."""

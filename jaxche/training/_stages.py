@@ -421,6 +421,8 @@ class StagedEngine(PreparedEngine):
 
     def _check_trees(self, local: LocalState) -> None:
         self._check_ema(local)
+
+    def _check_tx(self, local: LocalState) -> None:
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 

@@ -11,7 +11,7 @@ from jaxche.messages import short_traceback
 from jaxche.replicas import without_replica_axis
 from jaxche.scaling import ScaleLearningRateState, noise_scale
 from jaxche.training._ema import with_ema_values
-from jaxche.training._optimizer_checks import check_params_alone, check_replacement, check_start
+from jaxche.training._optimizer_checks import check_opt_state, check_params_alone, check_replacement, check_start
 from jaxche.training._rounds import Rounds, check_untraced, checked_state
 from jaxche.training._state import TrainerState
 
@@ -59,10 +59,10 @@ class States(Rounds):
         replica. In a run of several processes all of them call this together.
 
         Args:
-          state: from :meth:`init` or a round.
+          state: from :meth:`init` or a round; if ``opt_state`` is given, also of a trainer with another ``tx``.
           params: pytree like ``trainer.params(state)``, for every replica.
           model_state: pytree like ``trainer.model_state(state)``, for every replica.
-          opt_state: pytree like ``trainer.opt_state(state)``, for every replica.
+          opt_state: pytree like ``tx.init(params)``, for every replica.
 
         Returns:
           The next state; the one passed in stays valid.
@@ -71,16 +71,19 @@ class States(Rounds):
           ValueError: a tree with other arrays than the one that it replaces, or ``params`` without ``opt_state`` for an
             optimizer that makes its steps from parameters in its state.
         """
-        self.check_state(state, "trainer.replace")
+        self.check_state(state, "trainer.replace", any_tx=opt_state is not None)
         state = state.merged()
         params = tuple(params) if isinstance(params, list) and self._settings.staged else params
         values = {"params": params, "model_state": model_state, "opt_state": opt_state}
         given = {name: tree for name, tree in values.items() if tree is not None}
         local = state.local_states[0]
-        wanted = {"params": local.params, "model_state": local.model_state, "opt_state": _of_given_tx(local.opt_state)}
-        for name, tree in given.items():
-            check_replacement(name, tree, without_replica_axis(wanted[name]))
-        if params is not None and opt_state is None:
+        wanted = without_replica_axis({"params": local.params, "model_state": local.model_state})
+        for name, shapes in wanted.items():
+            if name in given:
+                check_replacement(name, given[name], shapes)
+        if opt_state is not None:
+            check_opt_state(self._settings.tx, wanted["params"], opt_state, self._settings.staged)
+        elif params is not None:
             check_params_alone(self._settings.tx, params if self._settings.staged else [params])
         params = self.params(state) if params is None else params
         return state.with_values(self._engine.placement(params, model_state, opt_state), list(given))

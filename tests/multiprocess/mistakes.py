@@ -262,7 +262,7 @@ MISTAKES = [
         "trainer.init(train_state.p",
     ),
     ("fit of what fit returned", lambda: trainer().fit(fit(), DATA), "state=(", "state, history = trainer.fit("),
-    ("state of another", other_trainer, "state is of a trainer with another tx", "trainer.init(other.params(state), "),
+    ("state of another", other_trainer, "state is of a trainer with another tx", "trainer.replace(state, opt_state="),
     ("fit under jit", under_jit, "trainer.fit was called inside", "outside"),
     ("float of the loss", lambda: fit(with_number_of), "loss_fn needs the number", 'return loss, {"loss": loss}'),
     ("arity of a callback", lambda: fit(callbacks=[lambda info: None]), "callbacks[0] takes (info)", "(state, info)"),

@@ -838,7 +838,7 @@ def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
     wide = {"w": np.zeros((5, 2), np.float32), "b": np.zeros((2, 1), np.float32)}
     with pytest.raises(ValueError, match=r"params/b is float32\[2\] in the checkpoint and float32\[2,1\] in"):
         run(params=wide)
-    with pytest.raises(ValueError, match=r"opt_state/0/count is int32.* and not there in this trainer"):
+    with pytest.raises(ValueError, match=r"another tx: opt_state/0/count is int32.* not there in this trainer"):
         run(tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="seed=0, and this one has 1"):
         run(seed=1)

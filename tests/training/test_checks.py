@@ -180,7 +180,7 @@ def test_a_model_state_that_the_loss_does_not_take_is_logged(loss, model_state, 
     [
         (
             lambda trainer: trainer.init(np.zeros(2), None, "float32"),
-            r"opt_state is 'float32', not an array of numbers; write trainer\.init\(params, opt_state=tx\.init\(params",
+            r"opt_state is 'float32', not an array of numbers; write opt_state=tx\.init\(params\), or",
         ),
         (
             lambda trainer: trainer.init(np.zeros(2), None, {"mu": np.array(["a"])}),

@@ -1,5 +1,9 @@
 """A state goes from one trainer to another, which trains it by its own arguments."""
 
+from functools import partial
+
+import jax
+import numpy as np
 import optax
 import pytest
 
@@ -100,3 +104,36 @@ def test_a_constant_schedule_goes_on_by_another_schedule_with_its_moments_and_it
     moments, count = falling.opt_state(again)
     assert count.count == 2 * len(problem.data)
     assert moments.count > constant.opt_state(state)[0].count
+
+
+def test_another_optimizer_goes_on_from_the_place_of_the_first_one(make, problem, devices):
+    """As where frozen parameters are trained from the middle of a run on."""
+    first, second = optax.adam(0.05), optax.sgd(0.1, momentum=0.9)
+    one, other = (make(tx=tx, replicas=devices[:1], fleet=None) for tx in (first, second))
+    state, _ = fit(one, problem.data, params=problem.params, epochs=None, max_steps=len(problem.data) + 2)
+    with pytest.raises(ValueError, match=r"another tx: .*state = trainer\.replace\(state, opt_state=tx\.init\(tra"):
+        fit(other, problem.data, state)
+    with pytest.raises(ValueError, match="another tx"):
+        other.replace(state, problem.params)
+    params = other.params(state)
+    opt_state = second.init(params)
+    state = other.replace(state, opt_state=opt_state)
+    assert (state.epoch, state.cursor) == (1, 2)
+    state, _ = fit(other, problem.data, state)
+    batches = problem.data.epoch(1)
+    for i in range(2, len(batches)):
+        grads, _ = jax.grad(problem.loss, has_aux=True)(params, batches[i])
+        updates, opt_state = second.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), other.params(state), params)
+
+
+def test_another_optimizer_goes_on_with_what_a_scaling_rule_has_measured(make, problem):
+    one, other = (make(tx=tx, scaling=jaxche.AdaScale()) for tx in (optax.sgd(0.05, momentum=0.9), optax.sgd(0.1)))
+    state, _ = one.round(one.init(problem.params), problem.data, counts=(2, 2))
+    given = other.replace(state, opt_state=optax.sgd(0.1).init(problem.params))
+    assert given.local_states[0].opt_state.progress == state.local_states[0].opt_state.progress > 0
+    _, history = fit(other, problem.data, given)
+    assert history[0].progress > float(given.local_states[0].opt_state.progress[0])
+    with pytest.raises(ValueError, match="with scaling="):
+        make(tx=optax.sgd(0.1)).replace(state, opt_state=optax.sgd(0.1).init(problem.params))
