@@ -173,12 +173,21 @@ def test_workers_of_grain_give_every_example_once_and_go_on_from_a_checkpoint(
 def test_examples_of_hugging_face_are_refused_with_the_line_to_write(devices):
     trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
     state = trainer.init(jnp.zeros(3))
-    with pytest.raises(
-        ValueError, match=r"data\[i\] is one example; write jaxche.Stream\(lambda epoch: dataset.shuffle"
-    ):
-        trainer.fit(state, hugging_face())
+    for data in (hugging_face(), hugging_face().batch(BATCH)):
+        with pytest.raises(
+            ValueError,
+            match=r"may be one example; write jaxche.Stream\(lambda epoch: dataset.shuffle.* or of a dataset.batch\(32\) gr",
+        ):
+            trainer.fit(state, data)
     with pytest.raises(ValueError, match=r"batch\['id'\] is a scalar: does the stream yield examples"):
         trainer.fit(state, hugging_face().to_iterable_dataset(), progress=False)
+
+
+def test_batches_of_hugging_face_are_a_data_set_in_grain(devices, trained):
+    data = grain.MapDataset.source(hugging_face().batch(BATCH).with_format("numpy"))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    trainer.fit(trainer.init(jnp.zeros(3)), data, validation=data, epochs=2, progress=False)
+    assert sorted(trained) == sorted(2 * list(range(EXAMPLES)))
 
 
 @pytest.mark.filterwarnings("ignore")
