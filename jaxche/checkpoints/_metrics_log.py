@@ -21,6 +21,8 @@ class MetricsLog:
         self._group = group
         self._file = folder / "history.jsonl"
         self._unwritten = b""
+        if self._file.is_dir():
+            raise ValueError(f"{self._file} is a folder, and not the record of a run; give another folder")
 
     def append(self, info: RoundInfo) -> None:
         """Write the line of a round; while the disk is full it is kept, and written with a later one."""

@@ -76,9 +76,9 @@ def checked_length(data: Any) -> int:
         )
     if type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features"):
         raise ValueError(
-            f"data is a Hugging Face {type(data).__name__}, whose data[i] may be one example; write jaxche.Stream(lambda "
-            "epoch: dataset.shuffle(seed=epoch).with_format('numpy').iter(batch_size=32)), or of a dataset.batch(32) "
-            "grain.MapDataset.source(dataset.with_format('numpy'))"
+            f"data is a Hugging Face {type(data).__name__}, whose data[i] may be one example; write jaxche.Stream("
+            "lambda epoch: dataset.shuffle(seed=epoch).with_format('numpy').iter(batch_size=32)), or of "
+            "a dataset.batch(32) grain.MapDataset.source(dataset.with_format('numpy'))"
         )
     if isinstance(data, str | bytes):
         raise ValueError(

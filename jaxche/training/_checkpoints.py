@@ -170,7 +170,7 @@ class CheckpointManager(Hook):
         restore = Restore(self._trainer, self._folder, self._source)
         given, run.state = run.state, restore.newest(run.state)
         ended = "that run has ended, so nothing is trained now: give each run a folder of its own"
-        if restore.is_of_other_data:
+        if restore.is_of_other_data and self._group.is_first:
             _log.warning(
                 "checkpoints=%r was made with other data of the same number of batches; %s",
                 str(self._folder),
@@ -340,7 +340,8 @@ class Restore:
         self.is_of_other_data = len(data) > 1 and NONDETERMINISTIC not in data
         (*here, own), (*there, other) = self._source["optimizer"], meta["optimizer"]
         self.is_of_other_optimizer = here == there and own != other
-        if "residual" not in found.trees and any(map(_is_residual, meta["leaves"])):
+        is_first = self._trainer._group.is_first
+        if "residual" not in found.trees and any(map(_is_residual, meta["leaves"])) and is_first:
             _log.warning(
                 "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero",
                 found.step,

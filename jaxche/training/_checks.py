@@ -367,15 +367,17 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
                 f"callbacks[{i}]={brief(callback)} is not a function; write def callback(state, info): ..., and "
                 "callbacks=[callback]"
             )
-        with contextlib.suppress(ValueError):  # a builtin without a signature
+        try:
             signature = inspect.signature(callback)
-            try:
-                signature.bind(None, None)
-            except TypeError:
-                raise TypeError(
-                    f"callbacks[{i}] takes {signature}, and is called with the state and the RoundInfo of each round; "
-                    f"write def {_name_of(callback)}(state, info): ..."
-                ) from None
+        except ValueError:  # of a builtin without one
+            continue
+        try:
+            signature.bind(None, None)
+        except TypeError:
+            raise ValueError(
+                f"callbacks[{i}] takes {signature}, and is called with the state and the RoundInfo of each round; "
+                f"write def {_name_of(callback)}(state, info): ..."
+            ) from None
     return callbacks
 
 

@@ -94,8 +94,8 @@ def fit(
         on every process. One that returns True stops training; with several processes all stop after the next round,
         even if only one callback asks to. Let a callback that watches a loss read ``info.validation``: ``info.loss`` is
         a mean over the examples of one round, and rounds differ in length.
-      progress: show a bar on rank 0 (lines if stderr is not a terminal). Its first epoch is 1, as in ``jaxche train``;
-        in ``RoundInfo.epoch`` it is 0.
+      progress: show a bar on rank 0 (lines if stderr is not a terminal). Its numbers are those of ``RoundInfo``: the
+        first epoch is 0.
       dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the history of
         that round. With ``validation`` one batch is evaluated too. This finds errors that would otherwise occur early
         in the run.

@@ -180,8 +180,8 @@ class ProgressHook(Hook):
         terminal = enabled and sys.stderr.isatty()
         self._total, self._prints = run.batches_left, enabled and not terminal
         self._bar = tqdm(total=self._total, unit="batch", disable=not terminal, dynamic_ncols=True)
-        self._done, self._start = 0, time.perf_counter()
-        self._last_line = self._start
+        self._done, self._timed = 0, None
+        self._last_line = time.perf_counter()
 
     def on_membership(self, run: Run, shrunk: bool) -> None:
         if self._bar is not None:  # else it has not started
@@ -191,7 +191,7 @@ class ProgressHook(Hook):
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         assert self._bar is not None, "on_start comes first"
         self._done += info.batches
-        text = f"round {info.round} epoch {info.epoch + 1} loss {info.loss:.4f}"
+        text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
         if self._trainer.world_size > 1:
             text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
         text += "".join(f" validation {name} {value:.4g}" for name, value in info.validation.items())
@@ -203,9 +203,13 @@ class ProgressHook(Hook):
             self._last_line = now
             done = f"{self._done} batches"
             if self._total is not None:
-                left = (now - self._start) / self._done * (self._total - self._done)
-                done = f"{self._done}/{self._total} batches, {left:.0f} s left"
+                done = f"{self._done}/{self._total} batches"
+                if self._timed is not None:
+                    start, before = self._timed
+                    left = (now - start) / (self._done - before) * (self._total - self._done)
+                    done += f", {left:.0f} s left"
             tqdm.write(f"{text} ({done})", file=sys.stderr)
+        self._timed = self._timed or (now, self._done)  # the first round compiles
         return False
 
     def close(self) -> None:

@@ -101,6 +101,13 @@ def test_the_last_line_of_a_round_counts(tmp_path, rounds, told):
 
 
 def test_a_record_that_cannot_be_written_is_an_error(tmp_path, rounds):
+    log = MetricsLog(Group(), tmp_path)
     (tmp_path / "history.jsonl").mkdir()
     with pytest.raises(IsADirectoryError):
-        MetricsLog(Group(), tmp_path).append(rounds[0])
+        log.append(rounds[0])
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path):
+    (tmp_path / "history.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"history\.jsonl is a folder, and not the record of a run"):
+        MetricsLog(Group(), tmp_path)

@@ -964,6 +964,25 @@ def test_another_learning_rate_is_told(problem, devices, tmp_path, caplog):
     assert told + "training continues with this one" in caplog.text
 
 
+def test_what_is_told_of_a_folder_is_told_by_one_process(problem, devices, tmp_path, caplog):
+    class Other:
+        is_first = False
+
+        def __init__(self, group):
+            self._group = group
+
+        def __getattr__(self, name):
+            return getattr(self._group, name)
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    options = {"progress": False, "checkpoints": tmp_path}
+    trainer.fit(trainer.init(problem.params), problem.data, **options)
+    trainer._group = Other(trainer._group)
+    other = jaxche.Batches(problem.data.arrays, problem.data.batch_size, seed=5)
+    trainer.fit(trainer.init(problem.params), other, epochs=2, **options)
+    assert "other data" not in caplog.text
+
+
 def test_the_optimizer_is_traced_once_for_all_fits_of_a_trainer(problem, devices, tmp_path, monkeypatch):
     traced = []
     monkeypatch.setattr(_preparation, "update_digest", lambda tx, shapes: traced.append(tx) or "digest")

@@ -300,7 +300,7 @@ def test_progress_speaks_on_a_log_without_a_terminal(trainer, problem, capsys):
     assert "counts" in err
     assert "efficiency" in err
     assert "(24/24 batches, 0 s left)" in err
-    assert " epoch 2 " in err.splitlines()[-1]  # the second, as of jaxche train
+    assert " epoch 1 " in err.splitlines()[-1]  # the second, as in the history
     trainer.fit(trainer.init(problem.params), problem.data, progress=False)
     assert capsys.readouterr().err == ""
 
@@ -482,12 +482,17 @@ def test_loggers_get_the_round_after_which_a_callback_stops(on_fleet, problem):
     assert history[-1].validation
 
 
-def test_lines_are_printed_as_often_as_log_every_says(on_fleet, problem, capsys):
+def test_lines_are_printed_as_often_as_log_every_says(on_fleet, problem, devices, capsys):
     trainer, state = on_fleet
     trainer.fit(state, problem.data, max_steps=31, log_every=10)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3  # 10, 20, and 31 after 30
     assert "(31/31 batches, 0 s left)" in lines[-1]
+    alone = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    alone.fit(alone.init(problem.params), problem.data, max_steps=2, log_every=1)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.endswith("(1/2 batches)")  # its round compiles, and lasts longer than the others
+    assert last.endswith("(2/2 batches, 0 s left)")
     _, history = trainer.fit(state, problem.data, max_examples=160, validation=problem.data)
     lines = capsys.readouterr().err.splitlines()
     assert [f"validation loss {history[-1].validation['loss']:.4g}" in line for line in lines] == [False, True]

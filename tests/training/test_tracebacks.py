@@ -37,6 +37,15 @@ def test_an_argument_ends_in_the_line_of_the_call(problem, call):
     assert names(caught(problem, data=[], call=call)) == []
 
 
+def test_a_callback_without_the_info_ends_in_the_line_of_the_call(problem):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=r"callbacks\[0\] takes \(state\), and is called with the state and the Ro"
+    ) as error:
+        trainer.fit(trainer.init(problem.params), problem.data, callbacks=[lambda state: None])
+    assert names(error.value) == []
+
+
 def test_a_trainer_ends_in_its_own_line():
     with pytest.raises(ValueError, match="tx=") as error:
         jaxche.Trainer(lambda p, b: 0.0, "adam")
