@@ -271,10 +271,11 @@ class StreamQueue:
         elif self.stream.resume == "continue" and place.taken:
             _log.warning("batches of the stream that were read after batch %s are lost", place.taken)
         else:
+            line = ", or go on with its next batches: jaxche.Stream(batches, resume='continue')" if place.taken else ""
             raise ValueError(
                 f"the stream is {type_of(iterator)} that was read already and cannot return to batch "
                 f"{place.taken} of epoch {place.epoch}; pass a function that makes a new one: "
-                "jaxche.Stream(lambda epoch: batches(seed=epoch))"
+                f"jaxche.Stream(lambda epoch: batches(seed=epoch)){line}"
             )
         self._iterator = iterator
 

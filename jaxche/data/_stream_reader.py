@@ -9,7 +9,7 @@ from typing import Any
 from jaxche.cadence import Piece, RoundPlan, interleave
 from jaxche.data._batches import Feed, Key, Step
 from jaxche.data._reader import DataState, State, StreamPosition
-from jaxche.data._stream import EPOCH_SIZE, Stream
+from jaxche.data._stream import EPOCH_SIZE, Stream, as_stream
 from jaxche.data._stream_queue import Place, StreamQueue
 from jaxche.distributed import Group
 
@@ -33,6 +33,11 @@ class StreamReader:
     def _streams(self, plan: RoundPlan) -> Sequence[int]:
         """The stream of each rank of a plan; an elastic run, whose ranks come and go, has one."""
         return self._sharded or [0] * len(plan.counts)
+
+    def go_on_with(self, data: Any) -> None:
+        """Read the same iterator by the arguments of another stream of it."""
+        self.data = data
+        self._queue.stream = as_stream(data)
 
     def seek(self, state: DataState) -> None:
         position = self._position(state)

@@ -90,6 +90,8 @@ class Readers:
                 reader.close()
             reader = self._stream_reader(data) if kind else SequenceReader(data)
             self._readers[kind] = reader
+        elif isinstance(reader, StreamReader):
+            reader.go_on_with(data)
         return reader
 
     def _stream_reader(self, data: Any) -> StreamReader:

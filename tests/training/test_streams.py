@@ -227,6 +227,23 @@ def test_a_generator_is_at_its_end_in_the_next_fit(devices):
     assert state.epoch == 2
 
 
+def test_a_generator_goes_on_with_its_next_batches_after_a_round_that_is_lost(devices, trained, caplog):
+    """As after Ctrl-C in a notebook, which gives back the state before the round."""
+    trainer, state = make(devices, 1)
+    data = batches()
+    state, _ = trainer.round(state, data, counts=(5,))
+    trainer.round(state, data, counts=(5,))
+    with pytest.raises(ValueError, match=r"cannot return to batch 5 .* or go on with .*\(batches, resume='continue'\)"):
+        trainer.fit(state, data, progress=False)
+    trained.clear()
+    state, _ = trainer.fit(state, jaxche.Stream(data, resume="continue"), progress=False)
+    assert "batches of the stream that were read after batch 5 are lost" in caplog.text
+    (found,) = filter(None, trained)
+    assert found == [i for i in range(found[0], LENGTH) for _ in range(4)]
+    assert found[0] >= 10
+    assert state.epoch == 1
+
+
 def test_the_progress_needs_no_number_of_batches(devices, capsys, monkeypatch):
     clock = itertools.count(step=100)
     monkeypatch.setattr("jaxche.training._hooks.time.perf_counter", lambda: next(clock))
