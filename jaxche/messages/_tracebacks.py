@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -19,6 +20,8 @@ _TRACEBACK = "JAXCHE_TRACEBACK"
 
 _PACKAGE = __name__.partition(".")[0]
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
+# Those of short_traceback, and of the context managers that decorate functions.
+_CALLS = {__file__, contextlib.__file__}
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -93,7 +96,10 @@ def _chain(entries: Iterable[TracebackType]) -> TracebackType | None:
 
 def _is_expected(error: BaseException) -> bool:
     """Whether the user's functions raised the error, or this package raised it about an argument."""
-    kinds = [_kind(entry) for entry in _entries(error.__traceback__)]
+    entries = _entries(error.__traceback__)
+    if isinstance(error, TypeError) and {entry.tb_frame.f_code.co_filename for entry in entries} <= _CALLS:
+        return True  # arguments of another name or number than those of the function
+    kinds = list(map(_kind, entries))
     if kinds and kinds[-1] == "own":
         return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")
     return "user" in kinds

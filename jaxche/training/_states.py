@@ -88,14 +88,17 @@ class States(Rounds):
         params = self.params(state) if params is None else params
         return state.with_values(self._engine.placement(params, model_state, opt_state), list(given))
 
+    @short_traceback
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
         return self._engine.unreplicate(checked_state(state).merged().local_states[0].params)
 
+    @short_traceback
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state: one plain pytree without a replica axis."""
         return self._engine.unreplicate(checked_state(state).merged().local_states[0].model_state)
 
+    @short_traceback
     def opt_state(self, state: TrainerState) -> Any:
         """The optimizer state: one plain pytree without a replica axis, e.g. for :meth:`init`.
 
@@ -104,10 +107,12 @@ class States(Rounds):
         """
         return self._engine.unreplicate(_of_given_tx(checked_state(state).merged().local_states[0].opt_state))
 
+    @short_traceback
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
         return self._engine.unreplicate(checked_state(state).local_states[0].noise)
 
+    @short_traceback
     @jax.transfer_guard("allow")
     def with_ema(self, state: TrainerState) -> TrainerState:
         """The state with the moving averages of ``ema=`` as parameters and model state, to evaluate and to export.

@@ -37,6 +37,15 @@ def test_an_argument_ends_in_the_line_of_the_call(problem, call):
     assert names(caught(problem, data=[], call=call)) == []
 
 
+@pytest.mark.parametrize("call", ["fit", "evaluate", "init", "replace", "params", "opt_state", "with_ema"])
+def test_other_arguments_end_in_the_line_of_the_call(problem, call):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1))
+    for arguments, error in ({"epoch": 3}, TypeError), ({}, TypeError), ({"state": 3}, (TypeError, ValueError)):
+        with pytest.raises(error) as found:
+            getattr(trainer, call)(**arguments)
+        assert names(found.value) == []
+
+
 def test_a_callback_without_the_info_ends_in_the_line_of_the_call(problem):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1))
     with pytest.raises(
