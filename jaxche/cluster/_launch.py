@@ -21,7 +21,7 @@ from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import EventLog, LinePrinter
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
-from jaxche.cluster._reaper import start_reaper
+from jaxche.cluster._reaper import Reaper
 from jaxche.cluster._worker_group import BAD_INPUT, GroupResult, LaunchContext, WorkerGroup
 from jaxche.distributed import (
     ELASTIC,
@@ -144,7 +144,7 @@ def launch(
         for placement, pace in zip(assign_placements(processes, base, on_cpu), paces, strict=True)
     ]
     log = EventLog(events)
-    with start_reaper(term_grace_s) as reaper, _signals() as signals:
+    with Reaper(term_grace_s) as reaper, _signals() as signals:
         context = LaunchContext(
             command=command,
             printer=LinePrinter(prefix),

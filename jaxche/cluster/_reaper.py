@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
 
 # Reads process groups until the kernel closes its input, whatever ended the launcher. Then sends SIGTERM, so that ranks
 # can write a checkpoint, and SIGKILL.
@@ -39,10 +38,23 @@ signal KILL
 
 
 class Reaper:
-    """The process groups that end with the launcher."""
+    """A context that ends process groups with the launcher, ``grace_s`` seconds between SIGTERM and SIGKILL."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, grace_s: float) -> None:
+        # A parent-death signal is unsafe in a process with threads, and does not reach children of the ranks.
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT, "jaxche-reaper", str(round(10 * grace_s))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Reaper:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate(b"end\n")
 
     def add(self, group: int) -> None:
         """Add a process group."""
@@ -62,25 +74,3 @@ class Reaper:
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{word}\n".encode())
             self._process.stdin.flush()
-
-
-@contextlib.contextmanager
-def start_reaper(grace_s: float) -> Iterator[Reaper]:
-    """Start the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL."""
-    # A parent-death signal is unsafe in a process with threads, and does not reach children of the ranks.
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", _SCRIPT, "jaxche-reaper", str(round(10 * grace_s))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    reaper = Reaper(process)
-    try:
-        yield reaper
-    finally:
-        reaper._send("end")
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.wait()

@@ -12,8 +12,8 @@ import pytest
 # Gives the groups in its arguments to a reaper, takes back those with a minus sign, and waits to be killed.
 LAUNCHER = """
 import sys, time
-from jaxche.cluster._reaper import start_reaper
-with start_reaper(float(sys.argv[1])) as home:
+from jaxche.cluster._reaper import Reaper
+with Reaper(float(sys.argv[1])) as home:
     home.add_folder(sys.argv[2])
     for group in sys.argv[3:]:
         home.add(int(group)) if int(group) > 0 else home.remove(-int(group))
