@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src import distributed as _jax_distributed
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxche.cluster._all_gather import all_gather
 
@@ -26,16 +26,9 @@ class Clock(NamedTuple):
 
 def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> dict[int, float]:
     """The median time in ms of all-reduces of these bytes a device; every process must call it."""
-    mesh = jax.make_mesh((len(devices),), ("replica",), axis_types=(AxisType.Auto,), devices=tuple(devices))
-    split = NamedSharding(mesh, PartitionSpec("replica"))
-    add = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "replica"),
-            mesh=mesh,
-            in_specs=PartitionSpec("replica"),
-            out_specs=PartitionSpec(),
-        )
-    )
+    mesh = Mesh(np.array(devices), ("replica",))
+    split, whole = NamedSharding(mesh, PartitionSpec("replica")), NamedSharding(mesh, PartitionSpec())
+    add = jax.jit(lambda x: x.sum(0), out_shardings=whole)
 
     def median_ms(size: int) -> float:
         local = np.ones((1, max(1, size // 4)), np.float32)
