@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -149,7 +148,7 @@ def initialize(
         raise ValueError(f"timeout_s={timeout_s!r} must be positive seconds. Write: timeout_s=300")
     if jax.distributed.is_initialized():
         group = process_group()
-        joined = _cluster_info(group.process_index, group.num_processes, group.launcher)
+        joined = ClusterInfo(group.process_index, group.num_processes, group.launcher)
         _refuse_change(joined, num_processes, process_id)
         return joined
 
@@ -203,7 +202,7 @@ def initialize(
         accelerators = all_gather("devices", describe_accelerators(platform), timeout_s, replacement)
         register_devices(accelerators, state.process_id, platform)
     group.launcher = found.launcher
-    joined = _cluster_info(state.process_id, state.num_processes, found.launcher)
+    joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", joined, state.coordinator_address)
     return joined
 
@@ -246,12 +245,6 @@ def _configure(elastic: bool) -> None:
         # It handles SIGTERM, so that only `Trainer.fit` ends the process.
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)
     _exit_on_sigterm_as_process_1()
-
-
-@functools.cache
-def _cluster_info(process_id: int, num_processes: int, launcher: str) -> ClusterInfo:
-    """The same object at each call."""
-    return ClusterInfo(process_id, num_processes, launcher)
 
 
 def _environ() -> dict[str, str]:

@@ -18,7 +18,7 @@ def test_two_processes_find_each_other_and_add_up(script, capfd):
     command = script("""
         from jaxche.cluster import initialize
         info = initialize(timeout_s=60)
-        assert initialize() is info
+        assert initialize() == info
         import jax, jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec as P
         assert jax.process_index() == info.process_id
