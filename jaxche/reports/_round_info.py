@@ -165,9 +165,7 @@ class RoundInfo:
 
     def __repr__(self) -> str:
         """One line; numbers have four digits."""
-        ran = f"{per_rank(self.counts, '{:,}')} steps"
-        if self.shares:
-            ran = f"{per_rank(self.rows, '{:,}')} rows"
+        ran = f"{per_rank(self.rows, '{:,}')} rows" if self.shares else f"{per_rank(self.counts, '{:,}')} steps"
         merge = f" + {self.sync_ms:.4g} ms merge" if len(self.counts) > 1 else ""
         named = self.metrics | {f"validation {name}": value for name, value in self.validation.items()}
         values = [f"{name} {value:.4g}" for name, value in named.items()]

@@ -100,7 +100,7 @@ def test_without_the_launcher_that_held_it_the_server_ends_with_the_last_process
     server.close()
 
 
-def test_processes_may_have_the_address_before_the_server(run):
+def test_processes_may_have_the_address_before_the_server():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
