@@ -16,10 +16,10 @@ from ._launch import launch
 from ._links import Clock as Clock
 from ._links import clocks as clocks
 from ._links import measure_all_reduce as measure_all_reduce
-from ._placement import TUNABLES as TUNABLES
-from ._placement import with_tunables as with_tunables
 from ._scheduler_files import SCHEDULERS as SCHEDULERS
 from ._scheduler_files import emit
+from ._tunables import TUNABLES as TUNABLES
+from ._tunables import with_tunables as with_tunables
 from ._xla_flags import UNRUN_FLAGS as UNRUN_FLAGS
 from ._xla_flags import with_flags as with_flags
 

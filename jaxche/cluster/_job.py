@@ -7,13 +7,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._placement import TUNABLES, with_tunables
 from jaxche.messages import whole_number
 
 # Port of process 0, or of the coordinator of an elastic run.
 PORT = 61234
-# For a shell: those of the user are last, and the C library takes the last value of each.
-SET_TUNABLES = f"{TUNABLES}={with_tunables('')}${{{TUNABLES}:+:${TUNABLES}}}"
 
 _GROUP = re.compile(r"([1-9]\d*)(?:x([1-9]\d*)(?::([\w.-]+))?)?")
 _WRITE = "--nodes 4 (no GPUs), --nodes 2x8 or, of two kinds, --nodes 2x8:h100,4x1:l4"

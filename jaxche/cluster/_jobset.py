@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from jaxche.cluster._job import PORT, SET_TUNABLES, Job, Nodes, total_tasks
+from jaxche.cluster._job import PORT, Job, Nodes, total_tasks
+from jaxche.cluster._tunables import SET_TUNABLES
 from jaxche.distributed import COORDINATOR, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
 

@@ -8,20 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 
 from jaxche.cluster._gpus import default_gpus, default_platform
+from jaxche.cluster._tunables import TUNABLES, with_tunables
 from jaxche.cluster._xla_flags import with_flags
 from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PACE_MS, PROCESS_ID
 
-# How the C library of Linux allocates: in pages of 2 MB, and a process keeps the memory that it once had. XLA allocates
-# the buffers of a program again in each run, and each page that is new to the process costs a page fault, in a virtual
-# machine more. Without this, steps and merges on a CPU take 1.3 to 2.5 times as long.
-TUNABLES = "GLIBC_TUNABLES"
-ALLOCATION: Mapping[str, str] = {
-    "glibc.malloc.hugetlb": "1",
-    "glibc.malloc.mmap_max": "0",
-    "glibc.malloc.trim_threshold": str(1 << 40),
-    "glibc.malloc.top_pad": str(64 << 20),
-    "glibc.malloc.arena_max": "1",  # the others return their memory
-}
 # More processes a core are a mistake: each needs some hundred MB, and the machine would stop responding.
 _MOST_PER_CORE = 16
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -103,13 +93,6 @@ def rank_environment(
         for name in _ONE_THREAD:
             variables.setdefault(name, "1")
     return variables
-
-
-def with_tunables(current: str) -> str:
-    """The value of ``GLIBC_TUNABLES`` with :data:`ALLOCATION`, except for what it sets itself."""
-    given = [word for word in current.split(":") if word]
-    taken = {word.partition("=")[0] for word in given}
-    return ":".join(given + [f"{name}={value}" for name, value in ALLOCATION.items() if name not in taken])
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ import string
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._job import PORT, SET_TUNABLES, Job, Nodes, check_failures, parse_nodes, total_tasks
+from jaxche.cluster._job import PORT, Job, Nodes, check_failures, parse_nodes, total_tasks
 from jaxche.cluster._jobset import jobset
-from jaxche.cluster._placement import TUNABLES
+from jaxche.cluster._tunables import SET_TUNABLES, TUNABLES
 from jaxche.distributed import COORDINATOR, ELASTIC, HANG_TIMEOUT, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
 SCHEDULERS = ("slurm", "jobset", "mpirun")
