@@ -27,6 +27,8 @@ from jaxche.distributed._environment import HEARTBEAT_TIMEOUT
 from jaxche.distributed._listener import host_and_port, is_loopback, own_address
 from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIMEOUT_S, LivenessServer
 
+# JAX's variable for the ``host:port`` where its coordinator listens.
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 # Seconds without a heartbeat until jaxlib counts a process as dead; the liveness server detects it earlier.
 JAX_HEARTBEAT_TIMEOUT_S = 100
 # Seconds for a replacement of the last process to connect.
@@ -138,7 +140,10 @@ def _serve_address(port: int, liveness: str) -> None:
 def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
     """``host:port`` where the coordinator that is reached at ``address`` listens."""
     host, port = host_and_port(address)
-    return env.get("JAX_COORDINATOR_BIND_ADDRESS") or (address if is_loopback(host) else f"[::]:{port}")
+    bind = env.get(_BIND) or (address if is_loopback(host) else f"[::]:{port}")
+    if not host_and_port(bind)[1].isdigit():
+        raise ValueError(f"{_BIND}={bind!r} must be 'host:port'. Write: {_BIND}=0.0.0.0:{port}")
+    return bind
 
 
 def serve_coordinator(

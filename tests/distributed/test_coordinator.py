@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxche.distributed import _coordinator as module
-from jaxche.distributed import liveness_here, start_coordinator
+from jaxche.distributed import coordinator_bind, liveness_here, start_coordinator
 
 
 def test_it_imports_what_its_starter_does_also_from_the_current_folder(monkeypatch, tmp_path):
@@ -24,6 +24,15 @@ def test_it_imports_what_its_starter_does_also_from_the_current_folder(monkeypat
     monkeypatch.setattr(subprocess, "Popen", started)
     with pytest.raises(InterruptedError):
         start_coordinator("127.0.0.1:1", 2)
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "node1:", "[::]"])
+def test_an_address_to_listen_at_without_a_port_is_refused(bind):
+    """JAX listens at another port then, and the processes wait for each other, or it cannot start."""
+    variable = "JAX_COORDINATOR_BIND_ADDRESS"
+    with pytest.raises(ValueError, match=rf"{variable}=.* must be 'host:port'. Write: {variable}=0.0.0.0:1234"):
+        coordinator_bind("node1:1234", {variable: bind})
+    assert coordinator_bind("node1:1234", {variable: "0.0.0.0:99"}) == "0.0.0.0:99"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of local sockets")
