@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
-import math
 import os
 import shlex
 import time
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         part = folder / policy if args.compare else folder
         result, history = _train_policy(args, trainer, task, trainer.init(*start), epochs, part)
         results.append(result)
-        if history and math.isfinite(history[-1].noise):
+        with contextlib.suppress(ValueError):  # there is no noise yet, or a replica without a batch
             advice[result.policy] = history.advice()
     if args.dry_run:
         print_once("nothing was written")

@@ -11,6 +11,7 @@ import pytest
 
 import jaxche
 from jaxche.cli import _replay, _worker, main
+from jaxche.cli._main import make_parser
 from jaxche.cli._worker import work
 from jaxche.cluster import ClusterInfo
 
@@ -90,6 +91,20 @@ def test_hang_timeout_of_the_process_where_a_scheduler_started_it(monkeypatch):
     )
     assert main(["train", "--task", "digits", "--hang-timeout", "9"]) == 0
     assert seen == ["9"]
+
+
+@pytest.mark.slow
+def test_replicas_without_a_batch_leave_a_run_its_result(tmp_path, monkeypatch, capsys):
+    """Two batches an epoch are those of two replicas: the speed of the others is unknown, so there is no advice."""
+    monkeypatch.setattr(_worker, "_MEASURE_S", 0.05)
+    words = ["train", "--task", "digits", "--batch-size", "720", "--epochs", "2", "--pace", "none"]
+    args = make_parser().parse_args([*words, "--scaling", "adamscale"])
+    args.words = words
+    _worker.train(args, tmp_path / "mine")
+    result = json.loads((tmp_path / "mine" / "result.json").read_text())
+    assert result["results"]["cadence"]["rounds"] == 2
+    assert result["advice"] == {}
+    assert f"written to {tmp_path / 'mine'}" in capsys.readouterr().out
 
 
 def test_replay_of_a_comparison(tmp_path, capsys):
