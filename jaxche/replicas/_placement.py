@@ -228,7 +228,8 @@ class ShardedPlacement:
     """A replica on a mesh with the axes of its sharding strategy; ``shapes`` are those of the parameters."""
 
     def __init__(self, mesh: Mesh, strategy: ShardingStrategy, shapes: Any = None):
-        self._mesh, self._strategy, self.makes_pieces = mesh, strategy, True
+        self.mesh = Layout(strategy, mesh, ()).mesh  # refuses a mesh without the strategy's axes
+        self._strategy, self.makes_pieces = strategy, True
         self.devices = mesh.devices.reshape(-1, mesh.devices.shape[-1])
         self._layout = None if shapes is None else Layout(strategy, mesh, shapes)
         self._local = [d for d in self.devices.flat if d.process_index == jax.process_index()]
@@ -243,7 +244,7 @@ class ShardedPlacement:
         return self._layout
 
     def with_layout(self, params: Any) -> ShardedPlacement:
-        return ShardedPlacement(self._mesh, self._strategy, params)
+        return ShardedPlacement(self.mesh, self._strategy, params)
 
     def resized(self, width: int) -> ShardedPlacement:
         """The same devices in rows of ``width`` shards, each row a copy."""
@@ -408,8 +409,6 @@ def _of_processes(strategy: ShardingStrategy) -> list[Any]:
 
 
 def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:
-    for mesh in meshes:
-        Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
     placements: list[Placement] = [ShardedPlacement(mesh, strategy) for mesh in meshes]
     for placement in placements:
         if spans_processes(placement) and any(map(is_private, placement.devices.flat)):

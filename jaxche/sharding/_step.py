@@ -61,7 +61,7 @@ class ShardedStep:
 
     Attributes:
       strategy: the strategy.
-      mesh: the mesh.
+      mesh: the mesh, its axes automatic.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -79,8 +79,9 @@ class ShardedStep:
         check_compute_dtype(compute_dtype)
         accumulate = whole_number("accumulate", accumulate, 1, "accumulate=1")
         seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
-        self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
-        Layout(self.strategy, self.mesh, ())  # raises for a mesh of other axes now, not at the first step
+        self.strategy = strategy
+        # Raises for a mesh of other axes now, not at the first step.
+        self.mesh = Layout(strategy, strategy.mesh() if mesh is None else mesh, ()).mesh
         self._loss, self._tx, self._seed = as_loss(loss_fn), tx, seed
         self._accumulate, self._compute_dtype = accumulate, compute_dtype
         self._programs: dict[Any, _Programs] = {}  # by the shapes of the parameters

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxche.cadence import AUTO_WIRES, RoundPlan
 from jaxche.data import (
@@ -593,6 +594,11 @@ class Engine:
         if self._settings.max_rows is not None:
             return [self._settings.max_rows[one] for one in self.order]
         return [self._row_limits.get(one, MOST_ROWS) for one in self.order]
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the first replica; None if it has no mesh."""
+        return getattr(self._placements[0], "mesh", None)
 
     @property
     def devices(self) -> list[np.ndarray]:

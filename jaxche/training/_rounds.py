@@ -183,11 +183,11 @@ class Rounds:
         if jax.sharding.get_abstract_mesh().empty:
             return
         # A single replica trains under its own mesh.
-        own = set(self._engine.devices[0].flat)
-        if self.world_size > 1 or set(jax.sharding.get_mesh().devices.flat) != own:
+        found, own = jax.sharding.get_mesh(), set(self._engine.devices[0].flat)
+        if self.world_size > 1 or set(found.devices.flat) != own or self._engine.mesh not in (None, found):
             raise ValueError(
-                f"{call} was called under jax.set_mesh(...), whose programs run on all devices of its mesh, and each "
-                f"replica has devices of its own; write {call}(...) outside of it"
+                f"{call} was called under jax.set_mesh(...), on whose mesh all programs would run, and each replica "
+                f"has devices and a mesh of its own; write {call}(...) outside of it"
             )
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:

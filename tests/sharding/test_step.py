@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxche
@@ -430,6 +431,16 @@ def test_a_step_under_another_mesh_is_refused_with_the_line_to_write(devices):
             jax.jit(lambda state: step(state, batch))(state)
         state, _ = step(state, batch)
     assert int(step(state, batch)[0].index) == 2
+
+
+def test_a_mesh_with_explicit_axes_is_not_that_of_the_step(devices):
+    mesh = jax.make_mesh((2,), ("shard",), devices=devices[:2], axis_types=(AxisType.Explicit,))
+    step = jaxche.sharded_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), jaxche.FullShard(), mesh)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"or with jax.set_mesh\(step.mesh\)"):
+        step.init(jnp.ones((4, 2)))
+    with jax.set_mesh(step.mesh):
+        state, _ = step(step.init(jnp.ones((4, 2))), np.ones((4, 4), np.float32))
+    assert int(state.index) == 1
 
 
 def test_the_model_state_may_be_made_by_a_function_and_the_parameters_be_arrays(devices):

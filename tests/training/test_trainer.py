@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxche
 from jaxche.averaging import merge_weights, outer_step
@@ -676,6 +677,21 @@ def test_one_replica_trains_under_its_mesh(problem, devices):
     with jax.set_mesh(mesh):
         trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=[mesh], strategy=strategy)
         trainer.round(trainer.init(problem.params), problem.data)
+
+
+def test_one_sharded_replica_under_another_mesh_of_its_devices_is_refused(problem, devices):
+    strategy, own = jaxche.FullShard(), devices[:2]
+    for name, kind in (("data", AxisType.Auto), ("shard", AxisType.Explicit)):
+        mesh = jax.make_mesh((2,), (name,), devices=own, axis_types=(kind,))
+        # Given as a replica, its axes become automatic.
+        trainer = jaxche.Trainer(
+            problem.loss, optax.sgd(0.1), strategy=strategy, replicas=[mesh if name == "shard" else strategy.mesh(own)]
+        )
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(ValueError, match=r"was called under jax.set_mesh.*; write trainer\.init\(\.\.\.\) out"),
+        ):
+            trainer.init(problem.params)
 
 
 def test_a_seed_has_64_bits(problem, devices):
