@@ -8,9 +8,11 @@ from jaxche.sharding._checks import check_strategy as check_strategy
 from jaxche.sharding._checks import check_transform as check_transform
 from jaxche.sharding._checks import check_update as check_update
 from jaxche.sharding._checks import collections_of as collections_of
+from jaxche.sharding._checks import context_mesh as context_mesh
 from jaxche.sharding._checks import flax_kind as flax_kind
 from jaxche.sharding._checks import is_maker as is_maker
 from jaxche.sharding._checks import not_floats as not_floats
+from jaxche.sharding._checks import not_trained as not_trained
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._compare import default_strategies as default_strategies
 from jaxche.sharding._devices import RemoteDevice, devices

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxche.averaging import is_float
 from jaxche.messages import brief, type_of
@@ -24,6 +24,8 @@ from jaxche.sharding._strategy import Layout, ShardingStrategy
 _NO_NUMBERS = tuple("USOTMm")
 # Collections of linen variables beside the parameters.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
+# Their types as variables of nnx; an nnx.Perturbation is an nnx.Intermediate.
+_VARIABLES = ("BatchStat", "Cache", "Intermediate")
 
 
 def check_strategy(strategy: Any) -> None:
@@ -161,15 +163,16 @@ def _refuse_update(error: Exception) -> NoReturn:
     ) from error
 
 
+def context_mesh() -> Mesh | None:
+    """The mesh of ``jax.set_mesh``; None without one, and within a trace, which is refused by its own name."""
+    with contextlib.suppress(ValueError):  # within a trace
+        return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
+    return None
+
+
 def check_context_mesh(mesh: Any, call: str) -> None:
     """ValueError for a ``call`` under ``jax.set_mesh`` of another mesh, on whose devices JAX would run its programs."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return
-    try:
-        found = jax.sharding.get_mesh()
-    except ValueError:  # within a trace, which is refused by its own name
-        return
-    if found != mesh:
+    if context_mesh() not in (None, mesh):
         raise ValueError(
             f"{call} was called under jax.set_mesh(...) of another mesh than step.mesh, {brief(dict(mesh.shape))}, on "
             f"whose devices it runs; write {call}(...) outside of it, or with jax.set_mesh(step.mesh): ..."
@@ -188,6 +191,11 @@ def check_params(params: Any, init: str) -> Any:
             f"params is a whole dict of variables, {', '.join(map(repr, params))}, and the optimizer would train all; "
             f'write {init}(variables["params"], variables["{others[0]}"]), or with jaxche.linen_loss(module, loss_fn) '
             f'{init}(variables.pop("params"), variables)'
+        )
+    if found := not_trained(params, "params"):
+        raise ValueError(
+            f"{found}, and the optimizer would train it; write graph, params, rest = nnx.split(model, nnx.Param, ...), "
+            f"or loss = jaxche.NNXLoss(model, loss_fn) and {init}(loss.params, loss.model_state)"
         )
     check_not_deleted(params, "params", f"give {init} the parameters of the last state, or copies from before the step")
     for name, leaf, kind in not_floats(params, "params"):
@@ -242,6 +250,19 @@ def collections_of(params: Any) -> list[str]:
     if not (isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)):
         return []
     return [name for name in _COLLECTIONS if isinstance(params.get(name), Mapping)]
+
+
+def not_trained(params: Any, root: str) -> str:
+    """Which variable of nnx holds statistics or a cache, and no parameter; empty if none does. Does not import Flax."""
+
+    def kind(value: Any) -> str:
+        names = (base.__name__ for base in type(value).__mro__ if base.__module__.startswith("flax.nnx."))
+        return next((name for name in names if name in _VARIABLES), "")
+
+    for path, value in jax.tree.leaves_with_path(params, is_leaf=lambda value: bool(kind(value))):
+        if name := kind(value):
+            return f"{root}{jax.tree_util.keystr(path)} is an nnx.{name}"
+    return ""
 
 
 def check_mesh(layout: Layout, tree: Any, name: str) -> None:

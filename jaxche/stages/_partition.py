@@ -16,7 +16,15 @@ from jax.core import Tracer
 
 from jaxche.messages import brief, short_traceback, whole_number
 from jaxche.scaling import with_extra_args
-from jaxche.sharding import Device, check_numbers, check_range, check_transform, check_update, local_devices
+from jaxche.sharding import (
+    Device,
+    check_numbers,
+    check_range,
+    check_transform,
+    check_update,
+    context_mesh,
+    local_devices,
+)
 from jaxche.stages._program import MicroBatches, Pace, PacedProgram, StageProgram, StageSpec
 from jaxche.stages._runner import Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
@@ -383,6 +391,12 @@ class Partitioned:
 
     def _record_specs(self, params: Sequence[Any]) -> None:
         """Check the parameters, or their shapes, and record the specs of all stages."""
+        mesh = context_mesh()
+        if mesh is not None and any({self.devices[stage]} != set(mesh.devices.flat) for stage in self._local):
+            raise ValueError(
+                "a jaxche.Partitioned was called under jax.set_mesh(...), on whose mesh all programs would run, and "
+                "each stage has a device of its own; call it outside of it"
+            )
         check_stage_params(params, len(self._stages))
         for stage, tree in enumerate(params):
             if stage in self._local or tree is not None:

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
 from jaxche.messages import brief, type_of
-from jaxche.sharding import RNG_NAMES, collections_of, flax_kind, not_floats
+from jaxche.sharding import RNG_NAMES, collections_of, flax_kind, not_floats, not_trained
+
+# What to write instead, by errors of Flax.
+_LINES = {
+    "InvalidRngError": "For a random key write def stage(params, x, rng), and apply(..., rngs={...: rng})",
+    "TraceContextError": "Write nnx.merge(graph, params, rest, copy=True)",
+}
 
 
 class Stage:
@@ -23,7 +29,10 @@ class Stage:
         if kind := flax_kind(call):
             line = 'lambda params, x: module.apply({"params": params}, x)'
             if kind == "nnx":
-                line = "graph, params = nnx.split(model), and lambda params, x: nnx.merge(graph, params)(x)"
+                line = (
+                    "graph, params, rest = nnx.split(model, nnx.Param, ...), and "
+                    "lambda params, x: nnx.merge(graph, params, rest, copy=True)(x)"
+                )
             raise ValueError(f"stages[{index}] is a module of {kind}, not a function of its parameters; write {line}")
         self.index, self.call, self.remat = index, call, remat
         self.name = f"stage {index} ({getattr(call, '__name__', type(call).__name__)})"
@@ -79,6 +88,11 @@ def check_stage_params(params: Any, n_stages: int) -> None:
                 f"params[{stage}] is a whole dict of variables, {', '.join(map(repr, tree))}, and the optimizer would "
                 f'train all; give variables["params"], and keep {others[0]} in the stage function'
             )
+        if found := not_trained(tree, f"params[{stage}]"):
+            raise ValueError(
+                f"{found}, and the optimizer would train it; write graph, params, rest = nnx.split(model, nnx.Param, "
+                "...), and nnx.merge(graph, params, rest, copy=True) in the stage function"
+            )
         for name, leaf, kind in not_floats(tree, f"params[{stage}]"):
             if kind is None:
                 raise ValueError(f"{name} is {brief(leaf)}, not an array; keep it in the stage function")
@@ -130,4 +144,6 @@ def _evaluate(call: Callable[..., Any], arguments: tuple[Any, ...], refusal: str
     try:
         return spec(jax.eval_shape(lambda *given: call(*given), *arguments))
     except Exception as error:
-        raise ValueError(f"{refusal}: {describe(x)}. It raised {type(error).__name__}: {error}") from error
+        kind = type(error).__name__
+        line = f". {_LINES[kind]}" if kind in _LINES else ""
+        raise ValueError(f"{refusal}: {describe(x)}. It raised {kind}: {error}{line}") from error

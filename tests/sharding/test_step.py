@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -441,6 +442,22 @@ def test_a_mesh_with_explicit_axes_is_not_that_of_the_step(devices):
     with jax.set_mesh(step.mesh):
         state, _ = step(step.init(jnp.ones((4, 2))), np.ones((4, 4), np.float32))
     assert int(state.index) == 1
+
+
+def test_variables_of_nnx_that_no_optimizer_trains_are_refused(devices):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+            self.own = nnx.Variable(jnp.zeros(4))
+
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(lambda p, x: 0.0, optax.sgd(0.1), strategy, strategy.mesh(devices[:2]))
+    for params in (nnx.state(Net()), lambda: nnx.state(Net())):
+        with pytest.raises(
+            ValueError, match=r"params\['norm'\]\['mean'\] is an nnx.BatchStat.*write.*step.init\(loss.params"
+        ):
+            step.init(params)
+    step.init(nnx.state(Net(), nnx.Not(nnx.BatchStat)))  # other variables may be trained
 
 
 def test_the_model_state_may_be_made_by_a_function_and_the_parameters_be_arrays(devices):

@@ -297,7 +297,7 @@ ARGUMENTS = {
     r"stages=<function multiply> is no list of functions; write e.g. stages=\[f0, f1\]": {"stages": multiply},
     r"stages\[1\]=3 is not a function": {"stages": [multiply, 3]},
     r"stages\[1\] is a module of linen.*write lambda params, x: module\.apply": {"stages": [multiply, linen.Dense(1)]},
-    r"stages\[0\] is a module of nnx.*nnx\.merge\(graph, params\)": {
+    r"stages\[0\] is a module of nnx.*nnx\.merge\(graph, params, rest, copy=True\)": {
         "stages": [nnx.Linear(1, 1, rngs=nnx.Rngs(0)), multiply]
     },
     "loss='mse' is not a function": {"loss": "mse"},
@@ -630,3 +630,62 @@ def test_a_partitioned_model_says_its_stages_and_protocol(make_model):
     model = make_model()
     protocol = jaxche.Pipeline(4)
     assert repr(jaxche.Partitioned(model.stages, model.loss, protocol)) == f"Partitioned(2 stages, {protocol!r})"
+
+
+def test_variables_of_nnx_that_no_optimizer_trains_are_refused():
+    graph, whole = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    model = jaxche.Partitioned([lambda p, x: nnx.merge(graph, p)(x)], lambda y, x: jnp.mean(y**2), jaxche.Direct())
+    with pytest.raises(
+        ValueError, match=r"params\[0\]\['mean'\] is an nnx.BatchStat.*nnx.split\(model, nnx.Param, \.\.\.\)"
+    ):
+        model.init([whole], optax.sgd(0.1))
+
+
+def test_a_stage_may_merge_and_reseed_an_nnx_model():
+    net = nnx.Sequential(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
+
+    def stage(params, x, rng):
+        model = nnx.merge(graph, params, rest, copy=True)
+        nnx.reseed(model, default=rng)
+        return model(x)
+
+    def loss(y, x):
+        return jnp.mean(y**2)
+
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    model = jaxche.Partitioned([stage], loss, jaxche.Direct())
+    one, again, other = (float(model.value_and_grad([params], x, step=step)[0]) for step in (0, 0, 1))
+    assert one == again != other
+    stages = [lambda params, x: nnx.merge(graph, params, rest)(x)]
+    with pytest.raises(ValueError, match=r"TraceContextError.*Write nnx.merge\(graph, params, rest, copy=True\)"):
+        jaxche.Partitioned(stages, loss, jaxche.Direct()).value_and_grad([params], x)
+
+
+def test_a_stage_of_linen_without_a_random_key_is_told_to_take_one():
+    net = linen.Dropout(0.5, deterministic=False)
+    model = jaxche.Partitioned([lambda p, x: net.apply({}, x)], lambda y, x: jnp.mean(y), jaxche.Direct())
+    with pytest.raises(ValueError, match=r"InvalidRngError.*write def stage\(params, x, rng\)"):
+        model.value_and_grad([{}], np.ones((2, 2), np.float32))
+
+
+def test_a_call_under_a_mesh_is_refused_unless_it_is_that_of_the_stages(make_model, devices):
+    model = make_model()
+    state, calls = None, []
+    for own, where in ((devices[:2], None), (devices[:1], [devices[0]] * 2)):
+        partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct(), where or own)
+        state = partitioned.init(model.params, optax.sgd(0.1))
+        calls.append((own, partitioned, state))
+    (both, two, start), (first, one, alone) = calls
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=both)):
+        for call in (
+            lambda: two.init(model.params, optax.sgd(0.1)),
+            lambda: two.value_and_grad(model.params, model.batch),
+            lambda: two.step(start, model.batch),
+            lambda: two.apply(model.params, model.batch),
+            lambda: one.step(alone, model.batch),
+        ):
+            with pytest.raises(ValueError, match=r"called under jax.set_mesh.*; call it outside of it"):
+                call()
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=first)):
+        one.step(alone, model.batch)
