@@ -201,7 +201,7 @@ class StoreWire(Wire):
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was deleted meanwhile: do two processes hold one stage?")
         try:
-            state = tensors.decode(*found, like_state, f"{key} in {self._objects}")
+            state = self._decode(found, like_state, key)
         except tensors.DamagedObjectError:
             raise
         except ValueError as error:
@@ -264,10 +264,19 @@ class StoreWire(Wire):
                 f"waited {timeout_s:g} s for {what}: stage {writer} has not written {key} in {self._objects}. "
                 "Is its process running, on the same url and run? A slower one needs DataStore(timeout_s=...)"
             ) from error
-        tree = tensors.decode(*found, like, f"{key} in {self._objects}")
+        tree = self._decode(found, like, key)
         with self._lock:
             self._received.setdefault(step, []).append(key)
         return tree
+
+    def _decode(self, found: tuple[Any, int], like: Any, key: str) -> Any:
+        try:
+            return tensors.decode(*found, like, f"{key} in {self._objects}")
+        except tensors.DamagedObjectError as error:
+            raise tensors.DamagedObjectError(
+                f"{error}. To resume, stop all processes, delete it, and delete the states (stage-*-state/step-*) of "
+                "later steps than the last of which every stage has one"
+            ) from None
 
     def _pause(self, seconds: float) -> None:
         self._run.admit()

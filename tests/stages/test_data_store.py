@@ -296,16 +296,17 @@ def train(store, stage, save_every, losses):
     return state
 
 
-def run(deaths=(), save_every=1):
+def run(deaths=(), save_every=1, store=None):
     """All processes to the end, started again whenever they die.
 
     Args:
       deaths: for each stage a list of requests after which it dies, one a life.
+      store: of an earlier run, which goes on.
 
     Returns:
       Final states and losses, what is left in the store, and each stage's requests in its first life.
     """
-    store = obstore.store.MemoryStore()
+    store = store or obstore.store.MemoryStore()
     states, losses, requests, errors = {}, {}, {}, []
 
     def process(stage, lives):
@@ -434,7 +435,7 @@ def test_damaged_and_foreign_objects_are_refused_by_their_key():
         with pytest.raises(DamagedObjectError, match=r"forward.from-stage-000 in memory:// \(run run/0+\)"):
             wires[1].receive(tag, ARRAY, jax.devices()[0])
     store.put(entry["path"], whole)
-    with pytest.raises(ValueError, match=r"float32\[2\] where the only leaf: float32\[3\] is expected"):
+    with pytest.raises(ValueError, match=r"float32\[2\] where the only leaf: float32\[3\] is expected$"):
         wires[1].receive(tag, jax.ShapeDtypeStruct((3,), np.float32), jax.devices()[0])
     np.testing.assert_array_equal(wires[1].receive(tag, ARRAY, jax.devices()[0]), [0, 0])
     wires[1].close()
@@ -519,13 +520,23 @@ def test_a_saved_state_that_was_damaged_or_deleted_is_told(monkeypatch):
             again.rejoin(STATE)
     whole = bytes(store.get(key).bytes())
     store.put(key, whole[:-1])
-    with pytest.raises(DamagedObjectError, match=r"truncated or altered$"):
+    with pytest.raises(DamagedObjectError, match=r"or altered\. To resume, .*, delete it, and delete the states"):
         again.rejoin(STATE)
     store.put(key, whole)
     step, found = again.rejoin(STATE)
     assert step == 1
     np.testing.assert_array_equal(found["momentum"], state["momentum"])
     again.close()
+
+
+def test_a_run_goes_on_from_the_last_step_of_which_every_stage_has_a_state():
+    wanted, store = run(), obstore.store.MemoryStore()
+    run(store=store)
+    newest = f"state/step-{STEPS:010d}"  # as the error of a damaged one says, those of all stages are deleted
+    store.delete([entry["path"] for chunk in store.list() for entry in chunk if entry["path"].endswith(newest)])
+    states, losses, left, _ = run(store=store)
+    assert_undisturbed((states, wanted[1] | losses, left, {}), wanted)
+    assert {step for _, step in losses} == {STEPS - 1}
 
 
 @pytest.mark.parametrize(("content", "step"), [(b"12", 12), (b"", 0), (b"\0\0", 0)])
