@@ -255,7 +255,8 @@ def sharded_step(
 ) -> ShardedStep:
     """A train step whose parameters, gradients and optimizer state are sharded by a strategy.
 
-    Under every strategy the result is that of one device on the whole batch.
+    Under every strategy the result is that of one device on the whole batch, if the loss is a mean over its rows. Batch
+    normalisation, and a loss that compares rows, see the rows of one device.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` returns the mean loss over the batch, or ``(loss, metrics)``. If it has an
