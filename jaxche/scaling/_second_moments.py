@@ -91,7 +91,7 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
         raise ValueError(
             f"opt_state has {', '.join(kinds) or 'nothing'}, but no second moments of an Adam-type optimizer for these "
             "gradients. Pass the state of such an optimizer, e.g. of optax.adam(1e-3). With any other optimizer leave "
-            "opt_state out and scale with jaxche.AdaScale()"
+            "opt_state out, and scale SGD with jaxche.AdaScale(), others with jaxche.SqrtScale()"
         )
     count = jnp.min(jnp.stack([moments.count for _, moments in used]))
     active = count >= _WARMUP_STEPS

@@ -219,7 +219,8 @@ def check_second_moments(tx: Any, params: Any, rule: Any, **extra_args: Any) -> 
     except ValueError:
         raise ValueError(
             "scaling=jaxche.AdamScale() reads the second moments of an Adam-type optimizer, and the state of tx has "
-            "none for these parameters; write scaling=jaxche.AdaScale(), or tx=optax.adam(1e-3)"
+            "none for these parameters; write scaling=jaxche.AdaScale() for SGD, scaling=jaxche.SqrtScale() for an "
+            "optimizer whose steps do not grow with the gradient, such as optax.adafactor, or tx=optax.adam(1e-3)"
         ) from None
     if has_moments_of_magnitudes(tx, params, value=jnp.float32(0), **extra_args):
         raise ValueError(
