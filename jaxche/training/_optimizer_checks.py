@@ -230,12 +230,19 @@ def check_second_moments(tx: Any, params: Any, rule: Any, **extra_args: Any) -> 
 
 
 def check_trajectory(state: Any) -> None:
-    """Refuse to average the parameters of ``optax.lbfgs``, whose memory is of the path of one replica."""
+    """Refuse to average the parameters of optimizers that follow the path of one replica over several steps."""
     if _holds(state, optax.ScaleByLBFGSState):
         raise ValueError(
             "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
             "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
         )
+    for name, kind in (("optax.contrib.sam", optax.contrib.SAMState), ("optax.lookahead", optax.LookaheadState)):
+        if _holds(state, kind):
+            raise ValueError(
+                f"tx holds an {name}, which moves the parameters in phases of several steps, and a merge falls between "
+                "two phases; write jaxche.Trainer(..., policy='sync'), or leave it out; outer=optax.sgd(0.5) makes the "
+                "slow step of lookahead at each merge"
+            )
 
 
 def check_state_params(settings: Settings, trees: Sequence[Any]) -> None:

@@ -136,6 +136,32 @@ def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
     trainer(policy, devices[:1]).init(PARAMS)
 
 
+SAM = optax.contrib.sam(optax.adam(0.1), optax.sgd(0.05))
+AHEAD = optax.lookahead(optax.sgd(0.1), 5, 0.5)
+ADAPTED = {
+    "optax.contrib.sam": (optax.chain(optax.GradientTransformation(SAM.init, SAM.update), optax.clip(1.0)), PARAMS),
+    "optax.lookahead": (
+        optax.GradientTransformation(AHEAD.init, lambda grads, *rest: AHEAD.update(grads.fast, *rest)),
+        optax.LookaheadParams.init_synced(PARAMS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
+def test_phases_of_several_steps_are_refused_where_parameters_are_averaged(devices, policy, name):
+    tx, params = ADAPTED[name]
+
+    def start(policy, replicas=devices[:2], **options):
+        jaxche.Trainer(lambda p, b: jax.tree.leaves(p)[0].sum(), tx, policy, replicas=replicas, **options).init(params)
+
+    with pytest.raises(ValueError, match=rf"tx holds an {name}, .* write jaxche\.Trainer\(\.\.\., policy='sync'\)"):
+        start(policy)
+    start("sync")
+    start("cadence", average="gradients")
+    start(policy, replicas=devices[:1])
+
+
 @pytest.mark.parametrize(
     ("after", "found"),
     [
