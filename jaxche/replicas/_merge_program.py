@@ -29,6 +29,7 @@ from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, s
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh, own_row
 from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import (
+    add_steps,
     advance_by_batches,
     are_accumulators,
     are_after_several,
@@ -301,10 +302,10 @@ class MergeProgram:
                     one = jnp.argmax(steps)
                     own = total["own_counts"][one, i] * batches / steps[one]
                     added = jnp.where(batches < steps.sum(), own, added)
-                count = old + jnp.round(added).astype(old.dtype)
+                count = add_steps(old, jnp.round(added))
             elif self._rules.opt_state == "average" and not self._keeps_count[i]:
                 mean = total["counts"][1, i] / total["weight"]
-                count = old + jnp.round(mean).astype(old.dtype)
+                count = add_steps(old, jnp.round(mean))
             merged.append(count)
         return merged
 

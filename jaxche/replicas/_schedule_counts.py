@@ -118,6 +118,12 @@ def _are(fields: Mapping[str, Sequence[str]], opt_state: Any) -> list[bool]:
     return [bool(unit) for unit in jax.tree.leaves(_units(opt_state, fields))]
 
 
+def add_steps(count: Any, steps: Any) -> Any:
+    """A count after further steps; like ``optax.safe_increment`` it ends at the largest number of its dtype."""
+    most, steps = jnp.iinfo(count.dtype).max, steps.astype(count.dtype)
+    return jnp.where(count > most - steps, most, count + steps)
+
+
 def update_in_round(
     update: Callable[[Any], tuple[Any, Any]], opt_state: Any, start: Sequence[Any], stride: Any
 ) -> tuple[Any, Any]:
@@ -130,7 +136,7 @@ def update_in_round(
         return update(opt_state)
     scheduled, own = are_schedules(opt_state), counts_of(opt_state)
     seen = [
-        first + jnp.round((count - first).astype(jnp.float32) * stride).astype(count.dtype) if is_schedule else count
+        add_steps(first, jnp.round((count - first).astype(jnp.float32) * stride)) if is_schedule else count
         for count, first, is_schedule in zip(own, start, scheduled, strict=True)
     ]
     params, updated = update(with_counts(opt_state, seen))
@@ -155,7 +161,7 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
         accumulated = accumulated - updates * n_steps * per_step
     increments = {"update": batches, "accumulated": per_step}
     found = zip(counts_of(before), counts_of(after), _schedule_units(before), strict=True)
-    counts = [a + (b - a) * increments[unit].astype(a.dtype) if unit else b for a, b, unit in found]
+    counts = [add_steps(a, (b - a) * increments[unit].astype(a.dtype)) if unit else b for a, b, unit in found]
     return with_counts(after, counts), accumulated
 
 

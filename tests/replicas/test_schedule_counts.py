@@ -268,6 +268,16 @@ def test_a_scaled_optimizer_keeps_its_own_progress_beside_the_schedule(devices):
     assert info.progress == pytest.approx(1.0, rel=1e-5)  # without noise a larger batch is worth no more
 
 
+@pytest.mark.parametrize("options", [{}, {"average": "gradients"}, {"overlap": 0.5}], ids=str)
+def test_a_count_ends_at_the_largest_number_as_in_optax(devices, options):
+    tx, most = optax.adam(rate), 2**31 - 1
+    near = jax.tree.map(lambda x: x + most - 8 if x.dtype == jnp.int32 else x, tx.init(jnp.zeros(())))
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2], **options)
+    state, _ = trainer.round(trainer.init(jnp.zeros(()), opt_state=near), DATA, counts=(4, 8))
+    moments, schedule = state.merged().opt_state
+    assert all(most - 8 < int(count) <= most for count in (*moments.count, *schedule.count))
+
+
 def test_averaged_moments_are_as_old_as_their_mean(devices):
     trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2], opt_state="average")
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 20))
