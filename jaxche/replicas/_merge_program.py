@@ -407,9 +407,9 @@ def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:
 def _square_norm(tree: Any) -> Any:
     """The sum of squares of all floats but those that are infinite, as in the parameters of a mask."""
     sizes = [jnp.where(jnp.isinf(x), 0, jnp.abs(x)) for x in jax.tree.leaves(tree) if is_float(x)]
-    return jnp.sum(jnp.stack([jnp.sum(jnp.square(x), dtype=jnp.float32) for x in sizes]))
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square(x.astype(float))) for x in sizes]))
 
 
 def _fednova_step(counts: Any) -> Any:
     """The step length of :func:`~jaxche.merge_weights` under ``"fednova"``, from the steps of each replica."""
-    return (counts > 0).sum(dtype=jnp.float32) * jnp.square(counts).sum() / jnp.square(counts.sum())
+    return (counts > 0).sum(dtype=counts.dtype) * jnp.square(counts).sum() / jnp.square(counts.sum())

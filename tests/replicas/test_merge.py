@@ -310,3 +310,11 @@ def test_moments_of_other_dtypes_are_averaged_where_promotion_is_forbidden(devic
     (trace,) = jax.tree.leaves(state.opt_state)
     assert trace.dtype == jnp.complex64
     np.testing.assert_array_equal(trace[0], trace[1])
+
+
+@pytest.mark.parametrize(("w", "steps"), [(1000.0, (1.0, 2.0)), (2.0**-13, (2.0**-15, 2.0**-14))])
+def test_drift_of_float16_parameters_whose_squares_float16_cannot_hold(devices, w, steps):
+    trainer = jaxche.Trainer(lambda w, batch: (batch.mean() * w).sum(), optax.sgd(1.0), replicas=devices[:2])
+    batches = [np.full(1, step, np.float16) for step in steps]
+    _, info = trainer.round(trainer.init(jnp.full(4, w, jnp.float16)), batches, counts=(1, 1))
+    assert info.drift == pytest.approx((steps[1] - steps[0]) / 2 / (w - sum(steps) / 2), rel=1e-5)
