@@ -146,7 +146,7 @@ def measure_drift(
       >>> round(float(rel), 4), float(direction)
       (0.0707, 1.0)
     """
-    tiny, eps = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
+    tiny, eps = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).eps)
     difference = mean_of_squares - mean_delta_sq
     # Where replicas agree, the difference is the rounding of two equal squares.
     variance = jnp.where(difference <= 4 * eps * mean_of_squares, 0.0, difference)

@@ -151,6 +151,7 @@ def mean_of_rows(rows: jax.Array, weights: jax.Array, size: int, wire: str) -> j
         data, weight = row
         return total + jnp.where(weight != 0, weight * decode(data, size, wire), 0), None
 
+    weights = weights.astype(jnp.float32)
     # Without a loop, two rows are one pass over memory.
     total, _ = lax.scan(add, jnp.zeros(size, jnp.float32), (rows, weights), unroll=min(len(rows), 2))
     return total / weights.sum()
@@ -174,8 +175,8 @@ def gather_means(
 
     Args:
       vectors: this replica's vectors, float32, in pieces; each is rounded as :func:`encode_all` does.
-      exact: float32 ``[m]``, summed over the replicas as it is.
-      weight: this replica's weight, a scalar.
+      exact: ``[m]``, summed over the replicas as it is.
+      weight: this replica's weight, a scalar of the same dtype.
       axis_name: the mapped axis of the replicas.
       wire: one of ``WIRES``.
     """

@@ -125,7 +125,7 @@ def coded_sums(
     }
     if residual.part is None:
         leaves, structure = jax.tree.flatten(exact)
-        floats = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32}
+        floats = {i: x for i, x in enumerate(leaves) if x.dtype == weight.dtype}
         rest = psum_buckets({i: x for i, x in enumerate(leaves) if i not in floats}, AXIS)
         numbers = jnp.concatenate([x.ravel() for x in floats.values()])
         found, sums = gather_means(vectors, numbers, weight, AXIS, wire)

@@ -268,7 +268,7 @@ def _end_scaling(scaling: Scaling, carry: Carry, progress: Any, steps: Any) -> t
     """Noise scale and progress after the round, and the fields of :class:`Scaled`."""
     progress = progress + carry.scaled[:, 0]
     noise, tracked, params = drop_replica_axis((carry.noise, carry.tracked, carry.params))
-    noise = scaling.end_round(noise, tracked, carry.sums[0, 0], params)
+    noise = scaling.end_round(noise, tracked, carry.sums[0, 0].astype(jnp.float32), params)
     gain, lr_factor = carry.scaled[0] / steps
     scaled = Scaled.of(noise, gain, lr_factor, progress[0])
     return add_replica_axis(noise), progress, jnp.stack(scaled)

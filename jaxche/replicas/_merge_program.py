@@ -180,6 +180,7 @@ class MergeProgram:
     def __call__(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """The merge: ``(merged trees, table, report)``; but for ``host``, arrays have no replica axis within it."""
         start, end, measured = drop_replica_axis((start, end, measured))
+        host = host.astype(measured["sums"].dtype)  # weights as exact as the sums
         merged, table, report = self._merge(start, end, measured, host)
         return add_replica_axis(merged), table, report
 
@@ -206,13 +207,13 @@ class MergeProgram:
             payload |= self._own_counts(steps)
         if self._plateaus:
             leaves = jax.tree.leaves(end["opt_state"])
-            payload["plateaus"] = own_row(jnp.stack([leaves[i].astype(jnp.float32) for i in self._plateaus]))
+            payload["plateaus"] = own_row(jnp.stack([leaves[i].astype(float) for i in self._plateaus]))
         if self._scaling is not None:
-            payload |= self._noise_payload(start, measured, weight, examples)
+            payload |= self._noise_payload(start, measured, weight, examples.astype(jnp.float32))
         mean, residual, moments, total = self._means(start, end, delta, payload)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, _COUNT]
-        alpha = _fednova_step(counts) if self._rules.merge == "fednova" else jnp.float32(1)
+        alpha = _fednova_step(counts) if self._rules.merge == "fednova" else jnp.ones_like(counts[0])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
         params, outer_state = self._next_params(x0, progress, start["outer_state"])
         model_state = finish(total["statistics"], jnp.maximum(total["examples"], 1))
@@ -237,7 +238,8 @@ class MergeProgram:
         if self._scaling is not None:
             noise = self._scaling.update_from_estimates(start["noise"], total["noise"])
             # Each replica counted its own base steps; the merge takes their weighted mean.
-            progress = start["progress"] + alpha * total["gains"][2] / total["weight"]
+            gained = alpha * total["gains"][2] / total["weight"]
+            progress = start["progress"] + gained.astype(jnp.float32)
             merged |= {"noise": noise, "progress": progress}
             steps = counts.sum()
             scaled = Scaled.of(noise, total["gains"][0] / steps, total["gains"][1] / steps, progress)
@@ -248,7 +250,7 @@ class MergeProgram:
         return {
             "steps": batches,
             "batch": self._some_weight(sums) / jnp.maximum(count, 1.0),
-            "fednova": (count > 0).astype(jnp.float32),
+            "fednova": (count > 0).astype(count.dtype),
         }[self._rules.merge]
 
     def _noise_payload(self, start: Any, measured: Any, weight: Any, examples: Any) -> dict[str, Any]:
@@ -347,7 +349,7 @@ class MergeProgram:
             "table": _table(host, non_finite_flag(all_finite(end["grads"]))[0], sums),
         }
         if self._scaling is not None:
-            payload["noise"] = self._scaling.payload(measured["tracked"], None, None, None, sums[0])
+            payload["noise"] = self._scaling.payload(measured["tracked"], None, None, None, sums[0].astype(jnp.float32))
         total = self._sum(payload)
         # The first merge only compiles and has no examples: 0 / 0 would be an error under jax_debug_nans.
         some = total["sums"].at[0].max(1)
@@ -359,8 +361,9 @@ class MergeProgram:
         arguments, scaled = {}, None
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), summed)
-            noise = self._scaling.update_from_gradients(start["noise"], total["noise"], exact, before, examples)
-            arguments = self._scaling.arguments(noise, start["progress"], examples)
+            examples32 = examples.astype(jnp.float32)
+            noise = self._scaling.update_from_gradients(start["noise"], total["noise"], exact, before, examples32)
+            arguments = self._scaling.arguments(noise, start["progress"], examples32)
         updates, after = self._tx.update(grads, before, params, value=loss, **arguments)
         batches = jnp.round(total["table"][:, 0, _BATCHES].sum())
         opt_state, accumulated = advance_by_batches(batches, before, after, host[0, 0, _ACCUMULATED])
@@ -372,7 +375,7 @@ class MergeProgram:
         }
         stayed = self._stayed_finite(known, merged)
         # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
-        table = total["table"].at[..., NOT_FINITE].multiply(1 - stayed)
+        table = total["table"].at[..., NOT_FINITE].multiply((1 - stayed).astype(total["table"].dtype))
         if arguments:
             noise, progress = arguments["noise"], opt_state.progress
             merged |= {"noise": noise, "progress": progress}
@@ -382,7 +385,8 @@ class MergeProgram:
 
 def _table(host: Any, not_finite: Any, sums: Any) -> Any:
     """The rows of a replica, one for each of its devices, in a table of zeros."""
-    columns = jnp.concatenate([not_finite, sums])
+    columns = jnp.concatenate([not_finite.astype(sums.dtype), sums])
+    host = host.astype(sums.dtype)
     return own_row(jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.size))], axis=1))
 
 
@@ -393,7 +397,7 @@ def _trained(number: Any, batches: Any) -> Any:
 
 def _differences(old: Any, new: Any) -> Any:
     """What was added to each count, as one vector; a count may have the shape ``(1,)``."""
-    return jnp.stack([(b - a).reshape(()) for a, b in zip(old, new, strict=True)]).astype(jnp.float32)
+    return jnp.stack([(b - a).reshape(()) for a, b in zip(old, new, strict=True)]).astype(float)
 
 
 def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:

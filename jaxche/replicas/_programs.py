@@ -360,7 +360,7 @@ class LocalPrograms:
         copied = copied._replace(**unpacked)
         local = local._replace(**unpacked)
         made = Constants()
-        carry = Carry(copied.model_state, index, jnp.zeros((1, self._columns.count), jnp.float32))
+        carry = Carry(copied.model_state, index, jnp.zeros((1, self._columns.count), float))
         if self._scaling is not None:
             noise, params, opt_state = drop_replica_axis((local.noise, local.params, local.opt_state))
             preconditioner, trees = self._scaling.begin(noise, params, opt_state)
@@ -399,7 +399,7 @@ class LocalPrograms:
         (loss, (metrics, model_state, *outputs)), grads = self._objective(
             params, (frozen, carry.model_state), batch, rng
         )
-        row = self._columns.row(loss, metrics, jnp.float32(batch_size(batch)))
+        row = self._columns.row(loss, metrics, jnp.asarray(batch_size(batch), float))
         counted = carry._replace(model_state=model_state, index=carry.index + 1, sums=carry.sums + row)
         return mean_of(loss), grads, row, counted, outputs
 
@@ -407,7 +407,7 @@ class LocalPrograms:
         params, opt_state, scaled = carry.params, carry.opt_state, {}
         loss, grads, row, carry, outputs = self._value_and_grad(params, start.frozen, carry, batch)
         if self._scaling is not None:
-            scaled, carry = self._scale(start, carry, grads, row[0], measures)
+            scaled, carry = self._scale(start, carry, grads, row[0].astype(jnp.float32), measures)
         update = partial(self._placement.update, self._tx, grads, params=params, value=loss, **scaled)
         params, opt_state = update_in_round(update, opt_state, start.counts, start.stride)
         if scaled:
@@ -435,7 +435,8 @@ class LocalPrograms:
     def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
         loss, grads, row, carry, outputs = self._value_and_grad(start.params, start.frozen, carry, batch)
         if self._scaling is not None and measures:
-            tracked = self._scaling.accumulate(carry.tracked, start.noise, grads, row[0], start.preconditioner)
+            examples = row[0].astype(jnp.float32)
+            tracked = self._scaling.accumulate(carry.tracked, start.noise, grads, examples, start.preconditioner)
             carry = carry._replace(tracked=tracked)
         before, grads = add_replica_axis(carry.grads), self._packed_grads(add_replica_axis(grads))
         summed = add_weighted(before, grads, row[self._columns.weights[0]])

@@ -221,7 +221,7 @@ class ReplicaMesh:
 
 def own_row(numbers: Any) -> Any:
     """These numbers of a replica as its row in a table of zeros; the sum over replicas is the whole table."""
-    table = jnp.zeros((lax.axis_size(AXIS), *numbers.shape), jnp.float32)
+    table = jnp.zeros((lax.axis_size(AXIS), *numbers.shape), numbers.dtype)
     return table.at[lax.axis_index(AXIS)].set(numbers)
 
 

@@ -97,4 +97,5 @@ class Columns:
             )
         values = [loss, *(metrics[name] for name in self.metrics)]
         sums = [value.total if isinstance(value, Weighted) else value * examples for value in values]
-        return jnp.stack([examples, *sums, *(values[i].weight for i in self.weighted)])
+        row = [examples, *sums, *(values[i].weight for i in self.weighted)]
+        return jnp.stack([jnp.asarray(x, float) for x in row])

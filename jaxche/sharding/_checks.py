@@ -80,7 +80,7 @@ def check_update(tx: Any, *trees: Any, **extra: Any) -> None:
 
     def error_of(params: Any) -> Exception | None:
         try:
-            found = jax.eval_shape(update, params, jax.ShapeDtypeStruct((), jnp.float32))
+            found = jax.eval_shape(update, params, jax.ShapeDtypeStruct((), jnp.asarray(0.0).dtype))
         except Exception as error:
             return error
         _refuse_changes("its state", *found[:2])

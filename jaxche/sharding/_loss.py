@@ -24,8 +24,9 @@ _BATCHES = ("batch", "data")
 # The attributes of a TrainState.
 _TRAIN_STATE = ("params", "apply_fn", "apply_gradients", "opt_state", "tx", "step", "batch_stats")
 
-# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); the loss and the metrics are float32 scalars,
-# or Weighted of two of them. With outputs, -> (loss, (metrics, model_state, outputs)).
+# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); the loss and the metrics are scalars of the
+# default float dtype (float64 with jax_enable_x64), or Weighted of two of them. With outputs, -> (loss, (metrics,
+# model_state, outputs)).
 Loss: TypeAlias = Callable[..., Any]
 
 
@@ -249,7 +250,7 @@ def _loss_value(loss: Any) -> Any:
             f"loss_fn returned a loss of shape {total.shape} and dtype {total.dtype}; "
             "it must be one float, the mean over the batch: return loss.mean()"
         )
-    return _as_float32("the loss", loss)
+    return _as_float("the loss", loss)
 
 
 def _metric(name: Any, value: Any) -> Any:
@@ -260,20 +261,20 @@ def _metric(name: Any, value: Any) -> Any:
         raise ValueError(_no_metric(name, total))
     if jnp.iscomplexobj(total):
         raise ValueError(f"metric {name!r} is complex; metrics are real: write jnp.abs({name})")
-    return _as_float32(f"metric {name!r}", value)
+    return _as_float(f"metric {name!r}", value)
 
 
-def _as_float32(what: str, value: Any) -> Any:
+def _as_float(what: str, value: Any) -> Any:
     if not isinstance(value, Weighted):
-        return jnp.asarray(value, jnp.float32)
+        return jnp.asarray(value, float)
     if jnp.shape(value.weight) != ():
         raise ValueError(
             f"the weight of {what} has shape {jnp.shape(value.weight)}; it is one number, the sum of the weights in "
             "the batch: write jaxche.Weighted((nll * mask).sum(), mask.sum())"
         )
     # The gradient of a weighted loss is that of its total.
-    weight = lax.stop_gradient(jnp.asarray(value.weight, jnp.float32))
-    return Weighted(jnp.asarray(value.total, jnp.float32), weight)
+    weight = lax.stop_gradient(jnp.asarray(value.weight, float))
+    return Weighted(jnp.asarray(value.total, float), weight)
 
 
 def _known_mistake(error: Exception, params: Any) -> str | None:

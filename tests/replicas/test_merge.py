@@ -312,6 +312,48 @@ def test_moments_of_other_dtypes_are_averaged_where_promotion_is_forbidden(devic
     np.testing.assert_array_equal(trace[0], trace[1])
 
 
+def weighted_loss(w, batch):
+    error = batch["m"] * (batch["x"] @ w - 1.0) ** 2
+    return jaxche.Weighted(error.sum(), batch["m"].sum()), {"plain": error.mean()}
+
+
+def weighted_gradient(w, batch):
+    error, weight = batch["x"] @ w - 1.0, batch["m"].sum()
+    return 2 * batch["x"].T @ (batch["m"] * error) / weight, (batch["m"] * error**2).sum() / weight, weight
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sync"},
+        {"average": "gradients"},
+        {},
+        {"merge": "batch"},
+        {"merge": "fednova"},
+        {"wire": "int8"},
+        {"overlap": 0.5},
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_float64_where_it_is_on(devices, options):
+    rng, w = np.random.default_rng(0), np.full(3, 0.3)
+    arrays = {"x": rng.normal(size=(8, 3)), "m": rng.uniform(0.5, 2.0, 8)}
+    data = [{name: x[i : i + 4] for name, x in arrays.items()} for i in (0, 4)]
+    counts = {} if "policy" in options else {"counts": (1, 1)}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        trainer = jaxche.Trainer(weighted_loss, optax.sgd(0.1), replicas=devices[:2], **options)
+        state, info = trainer.round(trainer.init(w), data, **counts)
+        found = trainer.params(state)
+    exact, loss, _ = weighted_gradient(w, arrays)
+    np.testing.assert_allclose(info.loss, loss, rtol=1e-14)
+    assert info.metrics["plain"] == pytest.approx((arrays["m"] * (arrays["x"] @ w - 1.0) ** 2).mean(), rel=1e-14)
+    if info.average == "parameters":
+        own, _, weights = zip(*(weighted_gradient(w, batch) for batch in data), strict=True)
+        exact = np.average(own, axis=0, weights=weights if options.get("merge") == "batch" else None)
+    if "wire" not in options:
+        np.testing.assert_allclose(found, w - 0.1 * exact, rtol=1e-14)
+
+
 @pytest.mark.parametrize(("w", "steps"), [(1000.0, (1.0, 2.0)), (2.0**-13, (2.0**-15, 2.0**-14))])
 def test_drift_of_float16_parameters_whose_squares_float16_cannot_hold(devices, w, steps):
     trainer = jaxche.Trainer(lambda w, batch: (batch.mean() * w).sum(), optax.sgd(1.0), replicas=devices[:2])
