@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +18,8 @@ from jaxche.data import SequenceReader, on_host
 from jaxche.distributed import Group
 from jaxche.messages import odd_ones
 from jaxche.scaling import with_extra_args
+
+_log = logging.getLogger("jaxche")
 
 # Relative tolerance: devices of different kinds round differently.
 _TOLERANCE = 1e-3
@@ -66,12 +68,11 @@ def check_streams(group: Group, batch: Any, is_sharded: bool) -> None:
             "the streams of the processes begin with different batches, and shards=False means that all read the same; "
             "if each reads its own part, write jaxche.Stream(source, shards=True)"
         )
-    if is_sharded and len(alike) == len(digests[0]):
-        warnings.warn(
+    if is_sharded and len(alike) == len(digests[0]) and group.is_first:
+        _log.warning(
             "all processes read the same first batch, and shards=True means that each reads its own part, so that "
             "examples would be trained on more than once; write index, count = jaxche.process_shard() and read part "
-            "index of count, or shards=False",
-            stacklevel=2,
+            "index of count, or shards=False"
         )
 
 

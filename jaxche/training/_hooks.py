@@ -251,7 +251,7 @@ class CallbackHook(Hook):
         called = {i: one for i, one in enumerate(self._callbacks) if logs or not isinstance(one, Logger)}
         answers = {i: callback(run.state, info) for i, callback in called.items()}  # call all, even after a true result
         stops = [i for i, answer in answers.items() if _is_true(i, answer)]
-        if stops and not run.is_done and self._is_leader:
+        if stops and not (run.is_done or info.stop) and self._is_leader:
             _log.warning("callbacks[%s] returned true after round %s, and training ends", stops[0], info.round)
         return bool(stops)
 

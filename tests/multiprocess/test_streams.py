@@ -111,6 +111,5 @@ def test_what_processes_cannot_train_on_is_an_error_on_all(results):
 
 
 def test_equal_batches_under_shards_are_warned_of(results):
-    for result in results:
-        (text,) = result["warned"]
-        assert "all processes read the same first batch, and shards=True" in text
+    told = [[text for text in result["warned"] if "read the same first batch" in text] for result in results]
+    assert list(map(len, told)) == [1, 0]

@@ -1,5 +1,7 @@
 """Rounds that hang, and callbacks that end a run."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -56,6 +58,17 @@ def test_a_callback_that_ends_training_is_named(problem, devices, caplog, answer
     _, history = trainer.fit(trainer.init(problem.params), problem.data, 9, callbacks, progress=False)
     assert len(history) == 3
     assert caplog.text.count("callbacks[1] returned true after round 2, and training ends") == 1
+
+
+def test_a_callback_that_has_ended_training_is_not_named_again_in_the_last_round(round_info, caplog):
+    """With several processes training ends with the round after it."""
+    hook = _hooks.CallbackHook([lambda state, info: True], every=None, is_leader=True)
+    run = SimpleNamespace(state=None, is_done=False)
+    for info in (round_info(round=2), round_info(round=3, stop=1)):
+        assert hook.on_round(run, info)
+    assert [record.getMessage() for record in caplog.records] == [
+        "callbacks[0] returned true after round 2, and training ends"
+    ]
 
 
 @pytest.mark.parametrize("answer", [0.25, {"loss": 0.25}, "no", 1, [0]])
