@@ -32,7 +32,7 @@ def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return call(*args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if os.environ.get(_TRACEBACK) != "full":
                 _shorten(error)
             raise
@@ -100,6 +100,8 @@ def _is_expected(error: BaseException) -> bool:
     if isinstance(error, TypeError) and {entry.tb_frame.f_code.co_filename for entry in entries} <= _CALLS:
         return True  # arguments of another name or number than those of the function
     kinds = list(map(_kind, entries))
+    if isinstance(error, KeyboardInterrupt):
+        return True
     if kinds and kinds[-1] == "own":
         return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")
     return "user" in kinds

@@ -124,6 +124,21 @@ def test_an_unexpected_error_keeps_all(problem, monkeypatch):
     assert any(file.startswith(OWN) for file, _ in frames(error))
 
 
+def test_an_interrupt_ends_in_the_line_of_the_call_or_in_that_of_the_user_which_it_stopped(problem, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1))
+    state = trainer.init(problem.params)
+    with pytest.raises(KeyboardInterrupt) as found:
+        trainer.evaluate(state, problem.data, interrupt)
+    assert names(found.value) == ["interrupt"]
+    monkeypatch.setattr(trainer, "_planned", interrupt)
+    with pytest.raises(KeyboardInterrupt) as found:
+        trainer.round(state, problem.data)
+    assert not [file for file, _ in frames(found.value) if file.startswith(OWN)]
+
+
 def test_the_variable_keeps_all(problem, monkeypatch):
     monkeypatch.setenv("JAXCHE_TRACEBACK", "full")
     assert any(file.startswith(OWN) for file, _ in frames(caught(problem, data=[])))
