@@ -379,7 +379,7 @@ def other_rate(make_tx):
 )
 def test_the_states_of_two_optimizers_are_named_by_what_differs(devices, txs, own, other):
     before, after = (jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]) for tx in txs)
-    with pytest.raises(ValueError, match=rf"optimizer state has {own}, and tx\.init makes {other}; write"):
+    with pytest.raises(ValueError, match=rf"optimizer state has {own}, and tx\.init makes {other}; to go on with"):
         after.evaluate(before.init(PARAMS), [PARAMS])
     with pytest.raises(ValueError, match=rf"It has {own}, and tx\.init\(params\) makes {other}$"):
         after.init(PARAMS, opt_state=txs[0].init(PARAMS))
