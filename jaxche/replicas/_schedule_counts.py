@@ -119,9 +119,9 @@ def _are(fields: Mapping[str, Sequence[str]], opt_state: Any) -> list[bool]:
 
 
 def add_steps(count: Any, steps: Any) -> Any:
-    """A count after further steps; like ``optax.safe_increment`` it ends at the largest number of its dtype."""
+    """A count after further steps, or fewer if it began again; it stays at the largest number, as in optax."""
     most, steps = jnp.iinfo(count.dtype).max, steps.astype(count.dtype)
-    return jnp.where(count > most - steps, most, count + steps)
+    return jnp.where(count > most - jnp.maximum(steps, 0), most, count + steps)
 
 
 def update_in_round(

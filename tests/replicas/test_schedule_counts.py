@@ -278,6 +278,16 @@ def test_a_count_ends_at_the_largest_number_as_in_optax(devices, options):
     assert all(most - 8 < int(count) <= most for count in (*moments.count, *schedule.count))
 
 
+@pytest.mark.parametrize("counts", [(1, 1), (1, 3)])
+def test_a_count_that_begins_again_falls(devices, counts):
+    """That of updates in a row which were not finite: after one that is, it is 0 in each replica."""
+    tx = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=40)
+    begun = tx.init(jnp.zeros(()))._replace(notfinite_count=jnp.int32(3))
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2])
+    state, _ = trainer.round(trainer.init(jnp.zeros(()), opt_state=begun), DATA, counts=counts)
+    assert int(trainer.opt_state(state).notfinite_count) == 0
+
+
 def test_averaged_moments_are_as_old_as_their_mean(devices):
     trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2], opt_state="average")
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 20))
