@@ -4,13 +4,15 @@
   .venv/bin/python scripts/bench_sharding.py                    FullShard and the others on 4 fake devices
   .venv/bin/python scripts/bench_sharding.py --platform gpu     on the available GPUs
   .venv/bin/python scripts/bench_sharding.py --trainer --steps 40    exact sync by the trainer, against jit over a mesh
+  .venv/bin/python scripts/bench_sharding.py --stacked --devices 8   layers in one scan and in a Python loop: memory
 
 Both train the same transformer on the same batches in the same process, turn by turn; medians. The step by hand is full
 FSDP: parameters and optimizer state in the same slices, donated, in the same dtype. Fake devices share the machine's
 cores: the ratio is the overhead of the step itself, not the speed of a network. FullShard gathers parameters a second
 time; the step by hand keeps them until the backward pass.
 
-With --trainer the devices share each batch in exact sync: as one replica of the trainer, and as a replica each.
+With --trainer the devices share each batch in exact sync: as one replica of the trainer, and as a replica each. With
+--stacked nothing runs: the compiler says what a device needs for 16 layers of 704 x 704 parameters and Adam.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--steps", type=int, default=4, help="a turn, of each system")
     parser.add_argument("--trainer", action="store_true", help="exact sync of the trainer instead of strategies")
+    parser.add_argument("--stacked", action="store_true", help="memory of layers in a scan and in a loop")
     args = parser.parse_args()
     if TUNABLES not in os.environ:  # page faults are a tenth of a step, or none, depending on sizes
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {TUNABLES: with_tunables("")})
@@ -48,6 +51,9 @@ def main() -> int:
     from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp
 
     devices = jax.devices()[: args.devices]
+    if args.stacked:
+        report_stacked([NoShard(), ShardGradOp(), FullShard()], devices)
+        return 0
     problem = Problem(args)
     print(
         f"{problem.count / 1e6:.2f} million parameters, batches of {args.batch_size}, {len(devices)} devices "
@@ -211,6 +217,41 @@ def report(systems: dict[str, Any], times: dict[str, list[float]], costs: bool) 
         print(f"{name:<22}  {', '.join(shown)}")
     if "reduce-scatter" not in {c.kind for c in found["by hand"][0]}:
         print("by hand: this compiler makes an all-reduce of annotations that ask for a reduce-scatter")
+
+
+def report_stacked(strategies: list[Any], devices: Any) -> None:
+    """What a device needs and sends where layers are one array that a scan reads, and where they are a list."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from jaxche.sharding import sharded_step
+
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(x @ w)
+
+    def of_scan(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, params)[0] ** 2)
+
+    def of_loop(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jax.checkpoint(layer)(x, w)
+        return jnp.mean(x**2)
+
+    layers, batch = np.zeros((16, 704, 704), np.float32), np.ones((2 * len(devices), 704), np.float32)
+    size = f"{layers.nbytes / 2**20:.0f} MiB of parameters"
+    print(f"{size}, {len(devices)} devices; the MiB that each device needs, and sends in a step")
+    print(f"{'strategy':<16}{'scan':>8}{'loop':>8}{'sent, scan':>12}{'loop':>8}")
+    for strategy in strategies:
+        found = [
+            sharded_step(loss, optax.adam(1e-3), strategy, strategy.mesh(devices)).explain(params, batch)
+            for loss, params in ((of_scan, layers), (of_loop, list(layers)))
+        ]
+        needed, sent = (
+            [size / 2**20 for size in sizes] for sizes in ([e.peak for e in found], [e.sent for e in found])
+        )
+        print(f"{strategy!s:<16}{needed[0]:>8.0f}{needed[1]:>8.0f}{sent[0]:>12.0f}{sent[1]:>8.0f}")
 
 
 if __name__ == "__main__":

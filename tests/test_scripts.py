@@ -324,6 +324,15 @@ def test_sharded_steps_are_compared_with_fsdp_by_hand(run):
 
 
 @pytest.mark.slow
+def test_memory_of_layers_in_a_scan_is_compared_with_a_loop(run):
+    output = run("bench_sharding.py", "--stacked", "--devices", "2")
+    rows = re.findall(r"^(\w+)\(\) +(\d+) +(\d+) +(\d+) +(\d+)$", output, re.M)
+    assert [name for name, *_ in rows] == ["NoShard", "ShardGradOp", "FullShard"]
+    needed = {name: int(scan) for name, scan, *_ in rows}
+    assert needed["FullShard"] < needed["ShardGradOp"] < needed["NoShard"]
+
+
+@pytest.mark.slow
 def test_islands_are_compared_with_single_devices(run, tmp_path):
     # So slow that no step is longer, whatever else this machine does.
     words = ["--islands", "--fleet", "200,400", "--turns", "1", "--seconds", "0.5", "--json", tmp_path / "rates.json"]

@@ -6,7 +6,8 @@ Transpositions of gradients are deferred until after the reduce-scatter, when on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from jaxche.averaging import in_buckets, split_like
+from jaxche.averaging import in_buckets, split_like, sum_dtype
 from jaxche.sharding._strategy import SHARD, Layout, Leaf
 
 # A collective synchronises all devices, however small the array; a bucket of leaves shares one, at the price of two
@@ -45,8 +46,8 @@ class DeferredTranspose:
         return self.array if self.permutation is None else lax.transpose(self.array, self.permutation)
 
 
-def all_gather(layout: Layout, tree: Any) -> Any:
-    """Whole leaves from slices, over the axis ``shard`` of a ``shard_map``."""
+def all_gather(layout: Layout, tree: Any, by_layer: Collection[int] = ()) -> Any:
+    """Whole leaves from slices, over the axis ``shard`` of a ``shard_map``; those of ``by_layer`` stay as they are."""
     count = layout.mesh.shape[SHARD]
 
     def of_bucket(leaves: list[Leaf], slices: list[Any]) -> list[Any]:
@@ -60,16 +61,19 @@ def all_gather(layout: Layout, tree: Any) -> Any:
         return lax.all_gather(x, SHARD, axis=_axis(leaf), tiled=True)
 
     slices, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(_per_bucket(layout.leaves, slices, of_bucket, of_leaf, count))
+    return treedef.unflatten(_per_bucket(_gathered(layout, by_layer), slices, of_bucket, of_leaf, count))
 
 
-def reduce_scatter(layout: Layout, tree: Any) -> Any:
-    """This device's slices of the sums over ``shard`` of whole leaves, each a :class:`DeferredTranspose`."""
+def reduce_scatter(layout: Layout, tree: Any, by_layer: Collection[int] = ()) -> Any:
+    """This device's slices of the sums over ``shard`` of whole leaves, each a :class:`DeferredTranspose`.
+
+    Those of ``by_layer`` are such slices already.
+    """
     count = layout.mesh.shape[SHARD]
     wholes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, DeferredTranspose))
     leaves = [
         leaf if leaf.axis is None else leaf._replace(axis=x.axis(leaf.axis))
-        for leaf, x in zip(layout.leaves, wholes, strict=True)
+        for leaf, x in zip(_gathered(layout, by_layer), wholes, strict=True)
     ]
 
     def of_bucket(leaves: list[Leaf], arrays: list[Any]) -> list[Any]:
@@ -83,6 +87,35 @@ def reduce_scatter(layout: Layout, tree: Any) -> Any:
 
     slices = _per_bucket(leaves, [x.array for x in wholes], of_bucket, of_leaf, 1)
     return treedef.unflatten([DeferredTranspose(x, whole.permutation) for x, whole in zip(slices, wholes, strict=True)])
+
+
+def gather_layer(leaf: Leaf, dtype: Any) -> Callable[[Any], Any]:
+    """A function that gathers a layer of a stacked leaf in ``dtype``, and reduce-scatters its gradient.
+
+    Slices, and so the gradient, are in the dtype of sums.
+    """
+    axis = _axis(leaf) - 1
+
+    def gather(x: Any) -> Any:
+        return lax.all_gather(x.astype(dtype), SHARD, axis=axis, tiled=True)
+
+    def scatter(_: Any, g: Any) -> tuple[Any]:
+        real = as_real(g.astype(sum_dtype(leaf.dtype)))
+        return (from_real(lax.psum_scatter(real, SHARD, scatter_dimension=axis, tiled=True), g),)
+
+    call = jax.custom_vjp(gather)
+    call.defvjp(lambda x: (gather(x), None), scatter)
+    return call
+
+
+def is_gathered_by_layer(leaf: Leaf) -> bool:
+    """Whether a leaf is worth a gather for each layer, if a scan reads it so."""
+    layer = math.prod(leaf.shape[1:]) * jnp.dtype(leaf.dtype).itemsize
+    return bool(leaf.axis) and layer > _SMALL_BYTES
+
+
+def _gathered(layout: Layout, by_layer: Collection[int]) -> list[Leaf]:
+    return [leaf._replace(axis=None) if i in by_layer else leaf for i, leaf in enumerate(layout.leaves)]
 
 
 def as_real(x: Any) -> Any:

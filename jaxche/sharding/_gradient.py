@@ -21,9 +21,12 @@ from jaxche.sharding._gather import (
     as_real,
     deferred_gradients,
     from_real,
+    gather_layer,
     gather_twice,
+    is_gathered_by_layer,
     reduce_scatter,
 )
+from jaxche.sharding._layers import gathered_by_layer, read_by_layer
 from jaxche.sharding._strategy import Layout
 
 
@@ -163,26 +166,27 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     # All gradients are DeferredTransposes. Those of sliced leaves are reduce-scattered.
     gathers, scatters = layout.gathers, layout.strategy.shards_state
 
-    def whole(params: Any) -> Any:
-        # Cast before the gather, which halves the bytes sent.
-        cast = _cast(params, compute_dtype)
-        return all_gather(layout, cast) if gathers else cast
-
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        batch = _cast(batch, compute_dtype)
+        batch, by_layer = _cast(batch, compute_dtype), set()
 
         def objective(params: Any) -> Any:
             loss, aux = call(params, model_state, batch, rng)
             # The gradient of a weighted loss is divided by the weight of the whole batch, after all sums.
             return (loss.total, (loss.weight, aux)) if _is_weighted(loss) else (loss, (None, aux))
 
-        def forward(params: Any) -> Any:
-            return jax.vjp(objective, params, has_aux=True)
+        def whole(params: Any) -> Any:
+            # Cast before the gather, which halves the bytes sent; slices of layers are cast when these are gathered.
+            leaves, treedef = jax.tree.flatten(params)
+            for i, x in enumerate(leaves):
+                leaves[i] = x.astype(sum_dtype(x.dtype)) if i in by_layer else _cast(x, compute_dtype)
+            return all_gather(layout, treedef.unflatten(leaves), by_layer)
 
         if gathers:
+            objective, by_layer = _by_layer(objective, layout, compute_dtype)
+            forward = partial(jax.vjp, objective, has_aux=True)
             total, pullback, (weight, aux) = gather_twice(forward, whole, params)
         else:
-            total, pullback, (weight, aux) = forward(whole(params))
+            total, pullback, (weight, aux) = jax.vjp(objective, _cast(params, compute_dtype), has_aux=True)
         loss = total if weight is None else Weighted(total, weight)
         metrics, *after = aux
         one = jnp.ones_like(total)
@@ -190,9 +194,24 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
         grads = deferred_gradients(pullback, one) if scatters else jax.tree.map(DeferredTranspose, pullback(one)[0])
         # Sums are in float32 at least, whatever the dtype of the computation.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
-        return (reduce_scatter(layout, grads) if scatters else grads, loss, metrics), tuple(after)
+        return (reduce_scatter(layout, grads, by_layer) if scatters else grads, loss, metrics), tuple(after)
 
     return local
+
+
+def _by_layer(objective: Callable[..., Any], layout: Layout, compute_dtype: Any) -> tuple[Callable[..., Any], set[int]]:
+    """The objective that takes slices of stacked parameters which only scans read, and which leaves these are."""
+    stacked = [i for i, leaf in enumerate(layout.leaves) if is_gathered_by_layer(leaf)]
+    if not stacked:
+        return objective, set()
+    shapes = jax.eval_shape(partial(_cast, dtype=compute_dtype), layout.shapes)
+    closed, result = jax.make_jaxpr(objective, return_shape=True)(shapes)
+    if not (by_layer := read_by_layer(closed.jaxpr, stacked)):
+        return objective, by_layer
+    dtypes = [x.dtype for x in jax.tree.leaves(shapes)]
+    run = gathered_by_layer(closed, {i: gather_layer(layout.leaves[i], dtypes[i]) for i in by_layer})
+    structure = jax.tree.structure(result)
+    return lambda params: structure.unflatten(run(*jax.tree.leaves(params))), by_layer
 
 
 def _accumulated(local: Callable[..., Any], micro: int, gathers: bool) -> Callable[..., Any]:

@@ -30,8 +30,8 @@ class ShardingStrategy:
     Args:
       min_size: leaves of fewer elements stay whole on every device: gathering them costs more than it saves.
       scanned: names of subtrees whose leaves have a leading axis of layers that a ``lax.scan`` runs over, such as
-        ``("layers",)`` or ``("decoder/layers",)``. That axis is never cut. The arrays of all layers are gathered before
-        the scan in any case, see the page on sharding.
+        ``("layers",)`` or ``("decoder/layers",)``. That axis is never cut, so that each layer can be gathered in its
+        turn, see the page on sharding.
 
     Raises:
       ValueError: ``min_size`` is below 0, or ``scanned`` is not a tuple of names.
