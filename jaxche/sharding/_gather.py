@@ -94,22 +94,29 @@ def gather_layer(leaf: Leaf, dtype: Any) -> Callable[[Any], Any]:
 
     Slices, and so the gradient, are in the dtype of sums.
     """
-    axis = _axis(leaf) - 1
 
     def gather(x: Any) -> Any:
-        return lax.all_gather(x.astype(dtype), SHARD, axis=axis, tiled=True)
-
-    def scatter(_: Any, g: Any) -> tuple[Any]:
-        real = as_real(g.astype(sum_dtype(leaf.dtype)))
-        return (from_real(lax.psum_scatter(real, SHARD, scatter_dimension=axis, tiled=True), g),)
+        return lax.all_gather(x.astype(dtype), SHARD, axis=_axis(leaf) - 1, tiled=True)
 
     call = jax.custom_vjp(gather)
-    call.defvjp(lambda x: (gather(x), None), scatter)
+    call.defvjp(lambda x: (gather(x), None), lambda _, g: (_scattered(leaf, g),))
     return call
 
 
+def scatter_layer(layer_and_slice: tuple[Any, Any], leaf: Leaf) -> Any:
+    """The layer of a stacked leaf that is whole; the gradient of the slice is that of the layer, reduce-scattered."""
+    call = jax.custom_vjp(lambda layer, part: layer)
+    call.defvjp(lambda layer, part: (layer, None), lambda _, g: (None, _scattered(leaf, g)))
+    return call(*layer_and_slice)
+
+
+def _scattered(leaf: Leaf, g: Any) -> Any:
+    real = as_real(g.astype(sum_dtype(leaf.dtype)))
+    return from_real(lax.psum_scatter(real, SHARD, scatter_dimension=_axis(leaf) - 1, tiled=True), g)
+
+
 def is_gathered_by_layer(leaf: Leaf) -> bool:
-    """Whether a leaf is worth a gather for each layer, if a scan reads it so."""
+    """Whether a leaf is worth collectives for each layer, if a scan reads it so."""
     layer = math.prod(leaf.shape[1:]) * jnp.dtype(leaf.dtype).itemsize
     return bool(leaf.axis) and layer > _SMALL_BYTES
 

@@ -25,9 +25,10 @@ from jaxche.sharding._gather import (
     gather_twice,
     is_gathered_by_layer,
     reduce_scatter,
+    scatter_layer,
 )
 from jaxche.sharding._layers import gathered_by_layer, read_by_layer
-from jaxche.sharding._strategy import Layout
+from jaxche.sharding._strategy import SHARD, Layout
 
 
 def value_and_grad(
@@ -178,15 +179,14 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
             # Cast before the gather, which halves the bytes sent; slices of layers are cast when these are gathered.
             leaves, treedef = jax.tree.flatten(params)
             for i, x in enumerate(leaves):
-                leaves[i] = x.astype(sum_dtype(x.dtype)) if i in by_layer else _cast(x, compute_dtype)
-            return all_gather(layout, treedef.unflatten(leaves), by_layer)
+                leaves[i] = _slice(layout, i, x) if i in by_layer else _cast(x, compute_dtype)
+            given = treedef.unflatten(leaves)
+            return all_gather(layout, given, by_layer) if gathers else given
 
-        if gathers:
-            objective, by_layer = _by_layer(objective, layout, compute_dtype)
-            forward = partial(jax.vjp, objective, has_aux=True)
-            total, pullback, (weight, aux) = gather_twice(forward, whole, params)
-        else:
-            total, pullback, (weight, aux) = jax.vjp(objective, _cast(params, compute_dtype), has_aux=True)
+        if scatters:
+            objective, by_layer = _by_layer(objective, layout, compute_dtype, params)
+        forward = partial(jax.vjp, objective, has_aux=True)
+        total, pullback, (weight, aux) = gather_twice(forward, whole, params) if gathers else forward(whole(params))
         loss = total if weight is None else Weighted(total, weight)
         metrics, *after = aux
         one = jnp.ones_like(total)
@@ -199,19 +199,42 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     return local
 
 
-def _by_layer(objective: Callable[..., Any], layout: Layout, compute_dtype: Any) -> tuple[Callable[..., Any], set[int]]:
+def _by_layer(
+    objective: Callable[..., Any], layout: Layout, compute_dtype: Any, params: Any
+) -> tuple[Callable[..., Any], set[int]]:
     """The objective that takes slices of stacked parameters which only scans read, and which leaves these are."""
     stacked = [i for i, leaf in enumerate(layout.leaves) if is_gathered_by_layer(leaf)]
     if not stacked:
         return objective, set()
-    shapes = jax.eval_shape(partial(_cast, dtype=compute_dtype), layout.shapes)
+    cast = partial(_cast, dtype=compute_dtype)
+    shapes = jax.eval_shape(cast, layout.shapes)
     closed, result = jax.make_jaxpr(objective, return_shape=True)(shapes)
     if not (by_layer := read_by_layer(closed.jaxpr, stacked)):
         return objective, by_layer
-    dtypes = [x.dtype for x in jax.tree.leaves(shapes)]
-    run = gathered_by_layer(closed, {i: gather_layer(layout.leaves[i], dtypes[i]) for i in by_layer})
-    structure = jax.tree.structure(result)
-    return lambda params: structure.unflatten(run(*jax.tree.leaves(params))), by_layer
+    if layout.gathers:
+        layers = {i: gather_layer(layout.leaves[i], jax.tree.leaves(shapes)[i].dtype) for i in by_layer}
+    else:
+        layers = {i: partial(scatter_layer, leaf=layout.leaves[i]) for i in by_layer}
+    run, structure = gathered_by_layer(closed, layers), jax.tree.structure(result)
+    arrays = {i: cast(jax.tree.leaves(params)[i]) for i in by_layer}
+
+    def by_slices(values: Any) -> Any:
+        leaves = jax.tree.leaves(values)
+        if not layout.gathers:  # with the whole array, whose gradient is that of the slice
+            leaves = [(arrays[i], x) if i in by_layer else x for i, x in enumerate(leaves)]
+        return structure.unflatten(run(*leaves))
+
+    return by_slices, by_layer
+
+
+def _slice(layout: Layout, number: int, x: Any) -> Any:
+    """This device's slice of a stacked leaf, in the dtype of sums; zeros where the leaf is whole on every device."""
+    leaf, dtype = layout.leaves[number], sum_dtype(x.dtype)
+    if layout.gathers or leaf.axis is None:
+        return x.astype(dtype)
+    shape = list(leaf.shape)
+    shape[leaf.axis] //= layout.mesh.shape[SHARD]
+    return jnp.zeros(shape, dtype)
 
 
 def _accumulated(local: Callable[..., Any], micro: int, gathers: bool) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-# What gathers a layer from slices.
+# What makes a layer of what the scan has of it, as a gather of slices does.
 Gather = Callable[[Any], Any]
 # Primitives whose results the backward pass of a layer computes again: a gather, and what only rearranges its result.
 _AGAIN = ("all_gather", "convert_element_type", "copy", "reshape", "squeeze", "transpose")

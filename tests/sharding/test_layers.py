@@ -12,7 +12,16 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxche
-from jaxche.sharding import FullShard, HybridShard, Layout, as_loss, sharded_step, value_and_grad
+from jaxche.sharding import (
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    Layout,
+    ShardGradOp,
+    as_loss,
+    sharded_step,
+    value_and_grad,
+)
 from jaxche.sharding._layers import read_by_layer
 from jaxche.sharding._loss import mean_of
 
@@ -126,14 +135,13 @@ def small(monkeypatch):
     monkeypatch.setattr("jaxche.sharding._gather._SMALL_BYTES", 0)
 
 
-def layer_gathers(step, params):
-    """The layers of each gather in a loop of the compiled step."""
-    found = step.explain(params, X).collectives
-    return [one.times for one in found if one.kind == "all-gather" and one.times > 1]
+def kinds_in_loops(step, params):
+    """The kinds of collectives that the compiled step has for each layer."""
+    return {one.kind for one in step.explain(params, X).collectives if one.times > 1} - {"all-reduce"}
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("strategy", [FullShard(), HybridShard(2)], ids=str)
+@pytest.mark.parametrize("strategy", [FullShard(), HybridShard(2), ShardGradOp(), HybridShardGradOp(2)], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_layers_train_as_on_one_device(case, strategy, devices, close):
     loss, params = CASES[case]
@@ -144,23 +152,26 @@ def test_layers_train_as_on_one_device(case, strategy, devices, close):
     # The gradient of a cast is rounded, here for each device.
     close(state.params, expected, rtol=1e-5, atol=2e-3 if case == "cast before" else 1e-6)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert layer_gathers(step, params), "a layer is gathered at a time"
+    gathers = {"all-gather"} if strategy.shards_params else set()
+    assert kinds_in_loops(step, params) == gathers | {"reduce-scatter"}
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=str)
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"compute_dtype": jnp.bfloat16}], ids=str)
-def test_layers_of_micro_batches_and_of_low_precision(options, devices, close):
-    step = sharded_step(square, optax.sgd(0.1), FullShard(), FullShard().mesh(devices[:4]), **options)
+def test_layers_of_micro_batches_and_of_low_precision(options, strategy, devices, close):
+    step = sharded_step(square, optax.sgd(0.1), strategy, strategy.mesh(devices[:4]), **options)
     state, _ = step(step.init(PARAMS), X)
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, jax.grad(square)(PARAMS, X))
     close(state.params, expected, **({"rtol": 1e-5} if "accumulate" in options else {"atol": 2e-3}))
     assert state.params["a"].dtype == jnp.float32
-    assert layer_gathers(step, PARAMS)
+    assert "reduce-scatter" in kinds_in_loops(step, PARAMS)
 
 
 @pytest.mark.usefixtures("small")
-def test_gradients_of_layers_are_summed_in_float32(devices):
-    layout = Layout(FullShard(), FullShard().mesh(devices[:4]), PARAMS)
+@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=str)
+def test_gradients_of_layers_are_summed_in_float32(strategy, devices):
+    layout = Layout(strategy, strategy.mesh(devices[:4]), PARAMS)
     function = value_and_grad(as_loss(square), layout, compute_dtype=jnp.bfloat16)
     sums = re.findall(
         r":(\w+)\[[\d,]*\] = reduce_scatter", str(jax.make_jaxpr(function)(PARAMS, None, X, jax.random.key(0)))
@@ -192,12 +203,23 @@ def test_what_no_scan_reads_by_layer_is_gathered_before(loss, params, devices, c
     step = sharded_step(loss, optax.sgd(0.1), FullShard(), FullShard().mesh(devices[:4]))
     state, _ = step(step.init(params), X)
     close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, X)), rtol=1e-5)
-    assert not layer_gathers(step, params)
+    assert not kinds_in_loops(step, params)
 
 
 def test_what_a_function_returns_is_not_read_by_layer():
     jaxpr = jax.make_jaxpr(lambda p, x: (scanned(p, x), p["a"]))(PARAMS, X).jaxpr
     assert read_by_layer(jaxpr, [0, 1]) == {1}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_sharded_replica_trains_layers_as_one_device(devices, close):
+    def trained(**options):
+        trainer = jaxche.Trainer(square, optax.adam(0.01), policy="sync", **options)
+        state, _ = trainer.fit(trainer.init(PARAMS), [X] * 6, progress=False)
+        return trainer.params(state)
+
+    island = trained(replicas=[FullShard().mesh(devices[:4])], strategy=FullShard())
+    close(island, trained(replicas=devices[:1]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -214,6 +236,9 @@ def test_a_device_never_holds_all_layers(layer, devices):
     whole = sum(x.nbytes for x in params.values())
     # Slices of parameters, gradients and two moments are half of it, and a layer a sixteenth.
     assert found.peak < 0.75 * whole
+    # Whole parameters, before and after the update.
+    grad_op = sharded_step(loss, optax.adam(0.1), ShardGradOp(), ShardGradOp().mesh(devices))
+    assert grad_op.explain(params, np.ones((8, width), np.float32)).peak < 2.75 * whole
     assert found.sent == pytest.approx(found.theory, rel=0.01)
     by_hand = dataclasses.replace(FullShard(), min_size=params["a"].size + 1)  # whole on each device
     assert (
