@@ -228,7 +228,7 @@ def _scheduler_file(args: argparse.Namespace) -> str:
         args.emit,
         command,
         args.nodes,
-        max_restarts=3 if args.max_restarts is None else args.max_restarts,
+        **({} if args.max_restarts is None else {"max_restarts": args.max_restarts}),
         name=name,
         made_by=f"Made by: {shlex.join(['jaxche', *args.words])}",
         image=args.image,

@@ -99,9 +99,9 @@ def _is_expected(error: BaseException) -> bool:
     entries = _entries(error.__traceback__)
     if isinstance(error, TypeError) and {entry.tb_frame.f_code.co_filename for entry in entries} <= _CALLS:
         return True  # arguments of another name or number than those of the function
-    kinds = list(map(_kind, entries))
     if isinstance(error, KeyboardInterrupt):
         return True
+    kinds = list(map(_kind, entries))
     if kinds and kinds[-1] == "own":
         return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")
     return "user" in kinds

@@ -26,7 +26,7 @@ from jaxche.sharding._strategy import SHARD, Layout, Leaf
 _SMALL_BYTES = 256 * 1024
 _BUCKET_BYTES = 4 * 1024 * 1024
 # Primitives that only rearrange an array. Their result on a gathered parameter is as large as the parameter.
-_REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
+REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["permutation"])
@@ -148,7 +148,7 @@ def gather_twice(forward: Callable[..., Any], gather: Callable[..., Any], params
     made: dict[Any, Any] = {var: (i, ()) for i, var in enumerate(closed.jaxpr.invars)}
     for equation in closed.jaxpr.eqns:
         source = equation.invars[0] if equation.invars else None
-        if equation.primitive.name in _REARRANGES and not isinstance(source, Literal) and source in made:
+        if equation.primitive.name in REARRANGES and not isinstance(source, Literal) and source in made:
             i, before = made[source]
             made[equation.outvars[0]] = i, (*before, equation)
     structure = jax.tree.structure(shapes)

@@ -206,8 +206,7 @@ def _by_layer(
     stacked = [i for i, leaf in enumerate(layout.leaves) if is_gathered_by_layer(leaf)]
     if not stacked:
         return objective, set()
-    cast = partial(_cast, dtype=compute_dtype)
-    shapes = jax.eval_shape(cast, layout.shapes)
+    shapes = jax.eval_shape(partial(_cast, dtype=compute_dtype), layout.shapes)
     closed, result = jax.make_jaxpr(objective, return_shape=True)(shapes)
     if not (by_layer := read_by_layer(closed.jaxpr, stacked)):
         return objective, by_layer
@@ -216,12 +215,12 @@ def _by_layer(
     else:
         layers = {i: partial(scatter_layer, leaf=layout.leaves[i]) for i in by_layer}
     run, structure = gathered_by_layer(closed, layers), jax.tree.structure(result)
-    arrays = {i: cast(jax.tree.leaves(params)[i]) for i in by_layer}
 
     def by_slices(values: Any) -> Any:
         leaves = jax.tree.leaves(values)
         if not layout.gathers:  # with the whole array, whose gradient is that of the slice
-            leaves = [(arrays[i], x) if i in by_layer else x for i, x in enumerate(leaves)]
+            for i in by_layer:
+                leaves[i] = _cast(jax.tree.leaves(params)[i], compute_dtype), leaves[i]
         return structure.unflatten(run(*leaves))
 
     return by_slices, by_layer

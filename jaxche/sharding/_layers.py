@@ -9,13 +9,15 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from jaxche.sharding._gather import REARRANGES
+
 # What makes a layer of what the scan has of it, as a gather of slices does.
 Gather = Callable[[Any], Any]
 # Primitives whose results the backward pass of a layer computes again: a gather, and what only rearranges its result.
-_AGAIN = ("all_gather", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
+_AGAIN = ("all_gather", *REARRANGES)
 # Primitives that may as well come after the gather; those that call a jaxpr; and the one of jax.checkpoint among them.
 _CASTS, _REMAT = ("convert_element_type", "copy"), "remat2"
-_CALLS = ("jit", "pjit", _REMAT)
+_CALLS = ("jit", _REMAT)
 
 
 def read_by_layer(jaxpr: Jaxpr, inputs: Collection[int]) -> set[int]:
