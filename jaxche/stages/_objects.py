@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import mmap
 import os
 import secrets
@@ -17,7 +18,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ from typing import Any
 from jaxche.distributed import aligned
 from jaxche.stages._buffers import write_all
 
+_log = logging.getLogger("jaxche")
+
 # Polling delays a reader by at most a twentieth of the time that it has waited.
 _FIRST_WAIT_S, _MAX_WAIT_S, _WAIT_GROWTH = 0.00005, 0.1, 1.05
+# A longer wait is logged.
+_LATE_S = 30.0
 # Smaller objects are written in one request; S3 takes no more than 5 GiB in one.
 _MULTIPART_BYTES = 64 * 1024 * 1024
 # Reading smaller files is as fast as mapping them.
@@ -43,6 +48,19 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
     import obstore.store
 
     return (Folder if isinstance(store, obstore.store.LocalStore) else Objects)(store, url, run)
+
+
+def polls(
+    timeout_s: float, pause: Callable[[float], None], first_s: float, most_s: float, growth: float
+) -> Iterator[bool]:
+    """Yield for each attempt until the time is over, with growing pauses; true once, if the wait is to be logged."""
+    began, wait_s, is_logged = time.monotonic(), first_s, False
+    while (waited_s := time.monotonic() - began) <= timeout_s:
+        yield waited_s > _LATE_S and not is_logged
+        is_logged = waited_s > _LATE_S
+        pause(wait_s)
+        wait_s = min(wait_s * growth, most_s)
+    yield False
 
 
 class Objects:
@@ -111,13 +129,12 @@ class Objects:
 
     def wait(self, key: str, limit: int, timeout_s: float, pause: Callable[[float], None]) -> tuple[Any, int]:
         """:meth:`read`, once the object exists. ``pause`` sleeps between two polls, and may raise to end the wait."""
-        deadline, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
-        while (found := self.read(key, limit)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(key)
-            pause(wait_s)
-            wait_s = min(wait_s * _WAIT_GROWTH, _MAX_WAIT_S)
-        return found
+        for waits_long in polls(timeout_s, pause, _FIRST_WAIT_S, _MAX_WAIT_S, _WAIT_GROWTH):
+            if (found := self.read(key, limit)) is not None:
+                return found
+            if waits_long:
+                _log.warning("still waiting for %s in %s, for up to %g s", key, self, timeout_s)
+        raise TimeoutError(key)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing ones are no error."""

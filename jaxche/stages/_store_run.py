@@ -26,6 +26,7 @@ so its writer is running. Hellos of an earlier run never contain it.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import threading
@@ -33,8 +34,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxche.stages._objects import Objects
+from jaxche.stages._objects import Objects, polls
 from jaxche.stages._wire import Tag
+
+_log = logging.getLogger("jaxche")
 
 PLAN = "plan"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -153,18 +156,21 @@ class StoreRun:
         if self._objects is not None:
             return
         with self._lock:
-            deadline, wait_s = time.monotonic() + self.timeout_s, _FIRST_WAIT_S
-            while self._objects is None:
-                missing = self._exchange()
-                if self._objects is None:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(
-                            f"waited {self.timeout_s:g} s for the process of stage {', '.join(map(str, missing))} in "
-                            f"{self.root}. Is it running, on the same url and run? A slower one needs "
-                            "DataStore(timeout_s=...); if others ended before a state was saved, restart all processes"
-                        )
-                    pause(wait_s)
-                    wait_s = min(wait_s * _WAIT_GROWTH, _MAX_WAIT_S)
+            if self._objects is not None:  # agreed by another thread
+                return
+            missing = ""
+            for waits_long in polls(self.timeout_s, pause, _FIRST_WAIT_S, _MAX_WAIT_S, _WAIT_GROWTH):
+                missing = ", ".join(map(str, self._exchange()))
+                if self._objects is not None:
+                    return
+                if waits_long:
+                    text = "still waiting for the process of stage %s in %s, for up to %g s"
+                    _log.warning(text, missing, self.root, self.timeout_s)
+            raise TimeoutError(
+                f"waited {self.timeout_s:g} s for the process of stage {missing} in {self.root}. Is it running, on the "
+                "same url and run? A slower one needs DataStore(timeout_s=...); if others ended before a state was "
+                "saved, restart all processes"
+            )
 
     def admit(self) -> None:
         """Exchange hellos with restarted processes; called repeatedly while waiting."""

@@ -126,6 +126,15 @@ def test_waiting_ends_with_the_object_and_grows_in_between():
         objects.wait("never", 10, 0, pause)
 
 
+def test_a_long_wait_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(module, "_LATE_S", -1.0)
+    objects = Objects(obstore.store.MemoryStore(), "memory://", "run")
+    naps = [1, 2, 3]
+    with pytest.raises(IndexError):
+        objects.wait("never", 10, 60, lambda seconds: naps.pop())
+    assert caplog.messages == ["still waiting for never in memory:// (run run), for up to 60 s"]
+
+
 def test_of_many_writers_one_wins(objects):
     outcomes = []
 

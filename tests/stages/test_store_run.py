@@ -7,7 +7,7 @@ import time
 import obstore.store
 import pytest
 
-from jaxche.stages import Tag
+from jaxche.stages import Tag, _objects
 from jaxche.stages import _store_run as module
 from jaxche.stages._objects import Objects, open_objects
 from jaxche.stages._store_run import Hello, StoreRun
@@ -126,14 +126,16 @@ def test_where_all_begin_anew_what_was_before_is_gone(start, order):
     assert not [entry["path"] for chunk in start.store.list() for entry in chunk if identity in entry["path"]]
 
 
-def test_who_comes_back_when_some_are_gone_for_good_does_not_take_their_word(start):
+def test_who_comes_back_when_some_are_gone_for_good_does_not_take_their_word(start, monkeypatch, caplog):
     first = [start(i) for i in range(3)]
     identity_of(*first)
     for process in first:
         process.kill()
+    monkeypatch.setattr(_objects, "_LATE_S", 0.0)
     alone = start(1, timeout_s=0.1)
     with pytest.raises(TimeoutError, match=r"waited 0.1 s for the process of stage 0, 2 in memory:// \(run run\)"):
         assert alone.identity
+    assert caplog.messages == ["still waiting for the process of stage 0, 2 in memory:// (run run), for up to 0.1 s"]
 
 
 def test_a_saved_state_says_what_the_run_is(start):
