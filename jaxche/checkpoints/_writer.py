@@ -39,6 +39,7 @@ class CheckpointWriter:
     """Saves the arrays of a run while it trains on; all members of the group call its methods together."""
 
     missing = ""  # why the last save that ended left no checkpoint
+    is_overdue = False  # whether a lost process left a save unfinished, and none was begun since
 
     def __init__(self, group: Group, folder: Path, keep: int):
         try:
@@ -102,12 +103,15 @@ class CheckpointWriter:
         else:
             align_operation_ids(self._group)
         self.open()
+        if shrunk:
+            is_there = self._group.broadcast(self._abandoned in self._manager.all_steps())
+            self.is_overdue = self._abandoned > 0 and not is_there
 
     def begin(self, step: int) -> bool:
         """Whether this step is still to be saved; :meth:`save` must follow then."""
         if step in self._manager.all_steps() or step <= self._abandoned:
             return False
-        self._begun = step
+        self._begun, self.is_overdue = step, False
         return True
 
     def save(self, step: int, meta: Mapping[str, Any], trees: Mapping[str, Any]) -> None:

@@ -223,6 +223,8 @@ class CheckpointManager(Hook):
         return False
 
     def _is_due(self, run: Run, info: RoundInfo) -> bool:
+        if self._writer.is_overdue:
+            return True
         if self._every is not None:
             return run.is_due(self._every)
         if self._config.every is not None:
