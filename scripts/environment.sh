@@ -2,6 +2,7 @@
 #
 #   . scripts/environment.sh
 #   environment examples        # from the repository root; afterwards .venv/bin/python is ready
+#   environment dev --no-compile  # with an option of pip
 #
 # Made once. Run again only when pyproject.toml changes.
 
@@ -59,7 +60,7 @@ environment() {
     fi
     if [ "$(cat "$stamp" 2>/dev/null)" != "$(cksum <pyproject.toml)" ]; then
         echo "installing jaxche[$extras] into .venv" >&2
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$extras]" || return 1
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check "${@:2}" -e ".[$extras]" || return 1
         cksum <pyproject.toml >"$stamp"
     fi
 }
