@@ -139,7 +139,7 @@ def callback(what, round, world, merged):
     rounds_here, victim = [], victim_of(what)
 
     def call(state, info):
-        if what.startswith(("JOIN", "AGAIN", "PAUSE10")) and len(info.counts) < world:
+        if what.startswith(("JOIN", "AGAIN", "PAUSE8")) and len(info.counts) < world:
             wait_for_replacement("twice" in what)
         if what.startswith("SLOW"):
             time.sleep(0.5)
@@ -368,7 +368,7 @@ def main(what, round, folder, rules="plain"):
     replicas = jaxche.devices()[:: 2 if rules == "overlapped" else 1]
     problem, world = Problem(), len(replicas)
     trainer = problem.trainer(world, replicas=replicas, **RULES[rules])
-    epochs = {"JOIN": MANY_EPOCHS, "PAUSE10": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS)
+    epochs = {"JOIN": MANY_EPOCHS, "PAUSE8": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS)
     if "twice" in what:
         trainer.fit(trainer.init(problem.params), problem.data, progress=False)
         epochs //= 2

@@ -89,7 +89,7 @@ def test_a_rank_that_dies_and_one_that_hangs_are_made_up_for(undisturbed, tmp_pa
     rounds = [event for event in told if event["event"] == "round"]
     assert {(e["rank"], e["round"]) for e in rounds if e["restart"]} >= {(r, n) for r in (0, 1) for n in range(4, 9)}
     assert all(e["steps"] == 2 and e["merged_bytes"] == 4 * 12 for e in rounds)
-    code, results = run(tmp_path / "hangs", "STOP", 4, max_restarts=1, hang_timeout_s=20.0)
+    code, results = run(tmp_path / "hangs", "STOP", 4, max_restarts=1, hang_timeout_s=12.0)
     assert code == 0
     assert results == [undisturbed, undisturbed]
 
@@ -414,7 +414,7 @@ def test_a_death_takes_its_group_and_a_replacement_brings_it_back(program, tmp_p
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd, json_lines):
     events = tmp_path / "events.jsonl"
-    options = {"elastic": True, "heartbeat_timeout_s": 6.0, "hang_timeout_s": 24.0, "events": events}
+    options = {"elastic": True, "heartbeat_timeout_s": 4.0, "hang_timeout_s": 16.0, "events": events}
     code, results = run(tmp_path / "run", "STOP unsaved", 3, processes=3, **options)
     err = capfd.readouterr().err
     assert code == 0, err
@@ -457,10 +457,10 @@ def test_a_merge_that_fails_while_all_live_costs_a_round_and_nobody(program, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rules"),
-    [("PAUSE10 unsaved", "plain"), ("PAUSE10 unsaved zero", "plain"), ("PAUSE10 unsaved", "overlapped")],
+    [("PAUSE8 unsaved", "plain"), ("PAUSE8 unsaved zero", "plain"), ("PAUSE8 unsaved", "overlapped")],
 )
 def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd, what, rules):
-    code, results = run(tmp_path / "run", what, 3, processes=3, rules=rules, elastic=True, heartbeat_timeout_s=6.0)
+    code, results = run(tmp_path / "run", what, 3, processes=3, rules=rules, elastic=True, heartbeat_timeout_s=4.0)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
