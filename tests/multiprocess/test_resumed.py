@@ -460,7 +460,8 @@ def test_a_merge_that_fails_while_all_live_costs_a_round_and_nobody(program, tmp
     [("PAUSE8 unsaved", "plain"), ("PAUSE8 unsaved zero", "plain"), ("PAUSE8 unsaved", "overlapped")],
 )
 def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd, what, rules):
-    code, results = run(tmp_path / "run", what, 3, processes=3, rules=rules, elastic=True, heartbeat_timeout_s=4.0)
+    options = {"elastic": True, "heartbeat_timeout_s": 4.0, "hang_timeout_s": 40.0}
+    code, results = run(tmp_path / "run", what, 3, processes=3, rules=rules, **options)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
