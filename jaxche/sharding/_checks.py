@@ -76,7 +76,7 @@ def check_update(tx: Any, *trees: Any, **extra: Any) -> None:
     def update(params: Any, value: Any) -> Any:
         state = tx.init(params)
         updates, after = with_extra_args(tx).update(params, state, params, value=value, **extra)
-        return state, after, params, optax.apply_updates(params, updates)
+        return state, after, params, optax.apply_updates(params, updates), updates
 
     def error_of(params: Any) -> Exception | None:
         try:
@@ -84,7 +84,8 @@ def check_update(tx: Any, *trees: Any, **extra: Any) -> None:
         except Exception as error:
             return error
         _refuse_changes("its state", *found[:2])
-        _refuse_changes("params", *found[2:])
+        _refuse_changes("params", *found[2:4])
+        _refuse_broadcast(params, found[4])
         return None
 
     for params in trees:
@@ -110,6 +111,18 @@ def _refuse_changes(name: str, before: Any, after: Any) -> None:
         f"an update of tx changes {name}: {changed}; write it so that update returns what init makes, e.g. "
         "x.astype(old.dtype).reshape(old.shape)"
     )
+
+
+def _refuse_broadcast(params: Any, updates: Any) -> None:
+    """ValueError if an update has a smaller shape than its parameter: adding them would spread it."""
+    for (path, leaf), update in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=True):
+        if np.shape(leaf) != update.shape:
+            raise ValueError(
+                f"tx makes an update of the shape {update.shape} for params{jax.tree_util.keystr(path)} of the shape "
+                f"{np.shape(leaf)}; write one of the shape of the gradient. If tx takes the first axis for examples, "
+                "as optax.contrib.dpsgd does, write a loss that clips the gradient of each example, and "
+                "optax.add_noise in tx, as in docs/recipes.md"
+            )
 
 
 def _refuse_empty(params: Any, error: Exception, error_of: Callable[[Any], Exception | None]) -> None:

@@ -123,6 +123,19 @@ def test_other_needs_of_an_optimizer_are_named(devices, tx, named):
         check_update(tx, *staged)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0),
+        optax.stateless(lambda updates, params: {"w": updates["w"][:1]}),
+    ],
+)
+def test_an_update_that_adding_would_spread_is_refused(devices, tx):
+    trainer = jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:2], policy="sync")
+    with pytest.raises(ValueError, match=r"the shape \(.*\) for params\['w'\] of the shape .*write a loss that clips"):
+        trainer.init({"w": jnp.ones((4, 2))})
+
+
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
     tx = optax.chain(optax.clip(1.0), optax.lbfgs(0.1, linesearch=None))
