@@ -27,10 +27,9 @@ from jaxche.averaging import (
     weighted,
     zero_sums,
 )
+from jaxche.replicas._opt_state import are_accumulators, are_params
 from jaxche.replicas._placement import Placement
 from jaxche.replicas._replica_mesh import AXIS, own_row
-from jaxche.replicas._schedule_counts import are_accumulators
-from jaxche.replicas._state_params import are_params
 
 # Arrays of as many numbers are coded alone: joining them takes XLA longer than coding them.
 _ALONE = 1 << 15

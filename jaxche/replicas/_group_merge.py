@@ -22,9 +22,9 @@ import numpy as np
 
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments, weighted
 from jaxche.cadence import merge_steps
+from jaxche.replicas._opt_state import are_plateaus
 from jaxche.replicas._overlap import Correction
 from jaxche.replicas._programs import Carry, LocalState
-from jaxche.replicas._schedule_counts import are_plateaus
 
 
 class GroupMerge:

@@ -15,12 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
-from jaxche.replicas._packing import Deferred, Packed
-from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
-from jaxche.replicas._programs import Carry, LocalState, Views, free
-from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
-from jaxche.replicas._scaling import Scaled, Scaling
-from jaxche.replicas._schedule_counts import (
+from jaxche.replicas._opt_state import (
     are_accumulators,
     are_hyperparams,
     are_keys,
@@ -29,6 +24,11 @@ from jaxche.replicas._schedule_counts import (
     counts_of,
     with_counts,
 )
+from jaxche.replicas._packing import Deferred, Packed
+from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
+from jaxche.replicas._programs import Carry, LocalState, Views, free
+from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
+from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._table import HOST_COLUMNS
 
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.

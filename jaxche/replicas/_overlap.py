@@ -31,10 +31,10 @@ from jaxche.averaging import change, is_float
 from jaxche.data import Threads, called_now
 from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
+from jaxche.replicas._opt_state import are_accumulators, are_schedules, counts_of, with_counts
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._results import EarlyResult, LocalResult, split_sums
-from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 
 @dataclass(frozen=True, eq=False)

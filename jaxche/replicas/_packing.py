@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxche.replicas._schedule_counts import is_count
+from jaxche.replicas._opt_state import is_count
 
 # An array of at most so many bytes is small: Python takes as long for it as for copying them. If accelerators merge on
 # the host, an array takes some 0.3 ms to be copied there and back (measured on an H100), as long as these bytes take.

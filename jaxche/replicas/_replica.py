@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,19 +16,20 @@ import numpy as np
 from jaxche.data import Feed, Key, ReadyFeed
 from jaxche.distributed import Group
 from jaxche.replicas._group_merge import Pause
-from jaxche.replicas._outputs import BatchOutputs, of_step
 from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
-from jaxche.replicas._results import EarlyResult, LocalResult, with_sums
-from jaxche.replicas._round_memory import RoundMemory, round_memory
+from jaxche.replicas._results import BatchOutputs, EarlyResult, LocalResult, of_step, with_sums
 from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._table import MetricsError
 from jaxche.replicas._taken import revived
-from jaxche.sharding import batch_size, check_numbers
+from jaxche.sharding import batch_size, check_numbers, nbytes_per_device
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
 # hundreds of batches. With a time limit at most an eighth of the round, because steps in flight cannot be cancelled.
 _IN_FLIGHT = 8
+
+# The share of a device's memory that larger steps may fill: the merge needs some, and memory breaks into pieces.
+_MEMORY_SHARE = 0.8
 
 _NO_SCALE = MergeScale()
 _NO_BATCH = object()
@@ -97,6 +98,15 @@ class PaceError(ValueError):
       >>> issubclass(PaceError, ValueError)
       True
     """
+
+
+class RoundMemory(NamedTuple):
+    """Peak bytes on a device in the local steps of a round, without the merge."""
+
+    rows: int  # of a step
+    fixed: int
+    of_rows: int  # in proportion to the rows
+    by_purpose: dict[str, int]  # all of them, and "in all"
 
 
 class Replica:
@@ -333,7 +343,7 @@ class Replica:
     def memory(self, local: LocalState, takes: Sequence[str]) -> RoundMemory:
         """Bytes that a round needs on a device, for the largest compiled batch."""
         compiled = self._executables.values()
-        found = (round_memory(local, steps.measuring, rows, _IN_FLIGHT, takes) for steps, rows in compiled)
+        found = (_round_memory(local, steps.measuring, rows, _IN_FLIGHT, takes) for steps, rows in compiled)
         return max(found, key=lambda one: one.fixed + one.of_rows)
 
     def idle(
@@ -383,6 +393,38 @@ def numeric_settings() -> tuple[Any, ...]:
     """The settings of JAX in this thread for which ``jit`` compiles again, as far as they change numbers."""
     config: Any = jax.config
     return config.jax_enable_x64, config.jax_default_matmul_precision
+
+
+def _round_memory(local: LocalState, executable: Any, rows: int, in_flight: int, takes: Sequence[str]) -> RoundMemory:
+    """The memory of a round on a copy of the state, but for the trees that it takes, with ``in_flight`` batches."""
+    start, carry, batch = executable.args_info[0]
+    _, carry_shardings, batch_shardings = executable.input_shardings[0]
+    carry, carry_shardings = (one._replace(**dict.fromkeys(takes)) for one in (carry, carry_shardings))
+    # Whole on each device. The other constants are arrays of the local state.
+    frozen = sum(math.prod(x.shape) * x.dtype.itemsize for x in start.frozen)
+    fixed = {
+        "parameters": nbytes_per_device(local.params),
+        "optimizer state": nbytes_per_device(local.opt_state),
+        "model state": nbytes_per_device(local._replace(params=None, opt_state=None, residual=None, ema=None)),
+        **({"moving average": nbytes_per_device(local.ema)} if local.ema is not None else {}),
+        **({"unsent changes": nbytes_per_device(local.residual)} if local.residual is not None else {}),
+        **({"frozen arrays": frozen} if frozen else {}),
+        "working copy": nbytes_per_device(carry, carry_shardings),
+    }
+    of_rows = {
+        # In a tuple: for a batch of one array that the loss does not read, the sharding is None.
+        f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (batch_shardings,)),
+        "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
+    }
+    sizes = sum(fixed.values()), sum(of_rows.values())
+    return RoundMemory(rows, *sizes, fixed | of_rows | {"in all": sum(sizes)})
+
+
+def row_limit(memory: RoundMemory, placement: BatchPlacement) -> float:
+    """The most rows of a step for which devices have memory; infinite if theirs is not known."""
+    here = [device for device in placement.devices.flat if device.process_index == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in here]
+    return max(float(memory.rows), memory.rows * (_MEMORY_SHARE * min(limits) - memory.fixed) / max(memory.of_rows, 1))
 
 
 def free_rates(

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import jaxche
-from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement
+from jaxche.replicas._programs import FrozenArrays
 from jaxche.sharding._hlo import collectives
 
 WIDE = 48

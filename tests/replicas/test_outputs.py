@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxche
-from jaxche.replicas._outputs import of_step
+from jaxche.replicas._results import of_step
 
 
 def loss_fn(params, batch):

@@ -12,7 +12,7 @@ import pytest
 
 import jaxche
 from jaxche.replicas import BROKEN, FAILED, Carry, EarlyResult, LocalResult
-from jaxche.replicas._schedule_counts import counts_of
+from jaxche.replicas._opt_state import counts_of
 from jaxche.replicas._table import HOST_COLUMNS
 from jaxche.training._plan import GivenRound
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.replicas import LocalState, _packing
-from jaxche.replicas._frozen import FrozenArrays
+from jaxche.replicas._opt_state import counts_of, is_count, with_counts
 from jaxche.replicas._packing import Deferred, Packed, Packing, packings
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis
-from jaxche.replicas._programs import LocalPrograms
+from jaxche.replicas._programs import FrozenArrays, LocalPrograms
 from jaxche.replicas._scaling import MergeScale
-from jaxche.replicas._schedule_counts import counts_of, is_count, with_counts
 from jaxche.replicas._table import Columns
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -10,9 +10,8 @@ from jaxche.cadence import Piece
 from jaxche.data import Feed, ReadyFeed, SequenceReader
 from jaxche.distributed import Group
 from jaxche.replicas import _replica
-from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
-from jaxche.replicas._programs import Carry, LocalPrograms, LocalState
+from jaxche.replicas._programs import Carry, FrozenArrays, LocalPrograms, LocalState
 from jaxche.replicas._replica import Replica
 from jaxche.replicas._results import EarlyResult
 from jaxche.replicas._table import Columns

@@ -8,7 +8,7 @@ import optax
 
 import jaxche
 from jaxche.replicas import row_limit
-from jaxche.replicas._round_memory import RoundMemory
+from jaxche.replicas._replica import RoundMemory
 
 
 def test_bytes_of_a_round(problem, devices):

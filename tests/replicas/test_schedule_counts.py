@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.replicas._schedule_counts import (
+from jaxche.replicas._opt_state import (
     advance_by_batches,
     are_accumulators,
     are_schedules,

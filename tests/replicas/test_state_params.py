@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.replicas._state_params import are_params, stepped_params
+from jaxche.replicas._opt_state import are_params, stepped_params
 
 PARAMS = {"b": jnp.ones(3, jnp.bfloat16), "w": jnp.ones((4, 3)), "z": jnp.ones(())}
 
