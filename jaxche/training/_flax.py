@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from jaxche.reports import History
     from jaxche.training._state import TrainerState
-    from jaxche.training._states import States
+    from jaxche.training._trainer import Trainer
 
 
 @short_traceback
@@ -253,7 +253,7 @@ class NNXLoss:
         return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in leaves])
 
     @short_traceback
-    def update(self, trainer: States, state: TrainerState, history: History) -> None:
+    def update(self, trainer: Trainer, state: TrainerState, history: History) -> None:
         """Update the model, and the optimizer if there is one, in place as ``nnx.update`` does.
 
         ``params``, ``model_state`` and ``opt_state`` of this loss are then the trained ones.

@@ -1,47 +1,37 @@
-"""The trainer: rounds, fit, evaluation, replay, measurement of rates, and the explanation of its choices."""
+"""The trainer: its states, fit, evaluation, replay, and the measurement of rates."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import (
-    DEAR,
-    ApplyPolicy,
-    ElChe,
-    VirtualFleet,
-    better_than_cadence,
-    is_long_merge,
-    merge_share,
-)
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, VirtualFleet
 from jaxche.distributed import ElasticGroup
-from jaxche.messages import brief, finite_number, per_rank, short_traceback
-from jaxche.replicas import BatchOutputs
+from jaxche.messages import brief, finite_number, short_traceback
+from jaxche.replicas import BatchOutputs, without_replica_axis
 from jaxche.reports import History, RoundInfo
-from jaxche.scaling import ScalingRule
-from jaxche.sharding import Device, NoShard, ShardingStrategy, show_bytes
+from jaxche.scaling import ScaleLearningRateState, ScalingRule, noise_scale
+from jaxche.sharding import Device, ShardingStrategy
 from jaxche.stages import Partitioned
-from jaxche.training._arguments import Arguments, rule_text
+from jaxche.training._arguments import Arguments
 from jaxche.training._checks import check_recorded
+from jaxche.training._ema import with_ema_values
 from jaxche.training._evaluate import evaluate, metric_program
+from jaxche.training._explain import explanation, summary
 from jaxche.training._fit import fit
 from jaxche.training._membership import Membership
-from jaxche.training._plan import GivenRound, unit_of_shares
+from jaxche.training._optimizer_checks import check_opt_state, check_params_alone, check_replacement, check_start
+from jaxche.training._plan import GivenRound
+from jaxche.training._rounds import Rounds, check_untraced, checked_state
 from jaxche.training._state import TrainerState
-from jaxche.training._states import States, checked_state
-
-# Replicas whose times differ by less are equally fast.
-_ALIKE = 1.1
 
 
-class Trainer(States):
+class Trainer(Rounds):
     r"""Trains one model on replicas of different speeds.
 
     .. math:: x' = x_0 - \alpha \sum_i w_i (x_0 - x_i)
@@ -217,33 +207,8 @@ class Trainer(States):
         group_merges: int | None = None,
         ema: float | None = None,
     ):
-        arguments = Arguments(
-            loss_fn=loss_fn,
-            tx=tx,
-            policy=policy,
-            che=che,
-            average=average,
-            merge=merge,
-            opt_state=opt_state,
-            outer=outer,
-            replicas=replicas,
-            strategy=strategy,
-            backend=backend,
-            seed=seed,
-            pace_ms=pace_ms,
-            scaling=scaling,
-            base_batch_size=base_batch_size,
-            fleet=fleet,
-            rows=rows,
-            joined_batches=joined_batches,
-            max_rows=max_rows,
-            outputs=outputs,
-            wire=wire,
-            overlap=overlap,
-            groups=groups,
-            group_merges=group_merges,
-            ema=ema,
-        )
+        given = locals()
+        arguments = Arguments(**{one.name: given[one.name] for one in fields(Arguments)})
         super().__init__(arguments.settings())
         if isinstance(self._group, ElasticGroup):
             self._membership = Membership(self, self._group)
@@ -252,29 +217,138 @@ class Trainer(States):
 
     def __repr__(self) -> str:
         """One line: the replicas, and the arguments by which they train."""
-        settings, world_size, policy = self._settings, self.world_size, self.policy
-        if world_size == 1:
-            rules = ["a plain training loop"]
-        else:
-            rules = [f"policy={policy.value!r}"]
-            if policy is not ApplyPolicy.AUTO:
-                rules.append(f"average={settings.average!r}")
-                rules += [f"merge={settings.merge!r}"] if settings.average == "parameters" else []
-            rules += [f"wire={settings.wire!r}"] if settings.wire != "float32" else []
-            rules += [f"overlap={settings.overlap:g}"] if settings.overlap else []
-            rules += [f"groups={settings.groups.ranks}"] if settings.groups.ranks else []
-            by_speed = policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
-            rules += [f"rows={settings.rows!r}"] if (settings.rows == "speed") != by_speed else []
-        rules += [f"strategy={settings.strategy}"] if settings.strategy != NoShard() else []
-        rules += [f"ema={settings.ema:g}"] if settings.ema else []
-        rules += [f"scaling={rule_text(settings.scaling.rule)}"] if settings.scaling else []
-        return f"Trainer({', '.join([_replicas_text(self._engine.devices, settings.fleet), *rules])})"
+        return summary(self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Trainer cannot be pickled or copied: its programs are compiled for the devices of this process. Make "
             "another one with the same arguments; to save a run write trainer.fit(state, data, checkpoints='runs/mine')"
         )
+
+    @short_traceback
+    @jax.transfer_guard("allow")
+    def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
+        """Put one set of parameters on every replica.
+
+        Args:
+          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function without arguments that
+            returns it. The devices of an island then each compute their own shards, so that a model larger than one
+            device can start. The function is traced once per island, so it must draw from keys, not from a stateful
+            generator. Every process passes the same parameters.
+          model_state: pytree of the values that the loss changes besides parameters, e.g. batch statistics.
+          opt_state: initial optimizer state of every replica, e.g. ``train_state.opt_state``; by default
+            ``tx.init(params)``.
+
+        Returns:
+          The state before the first round.
+
+        Raises:
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, whose update needs more
+            than gradients and the loss, or that follows the path of one replica, or an ``opt_state`` of another
+            optimizer.
+        """
+        check_untraced("trainer.init")
+        self._check_context_mesh("trainer.init")
+        check_start(self._settings, self.world_size, params, model_state, opt_state)
+        local_states = self._engine.placement(params, model_state, opt_state)
+        state = TrainerState(local_states, self._settings.che, DivergenceCorrection(), _view=self._engine.view)
+        return self._with_own_choices(state)
+
+    @short_traceback
+    @jax.transfer_guard("allow")
+    def replace(
+        self, state: TrainerState, params: Any = None, model_state: Any = None, opt_state: Any = None
+    ) -> TrainerState:
+        """The state with other values, e.g. another target network or learning rate, in a run that goes on.
+
+        All that is not given stays: the place in the data, random keys, measured times, and the optimizer state of each
+        replica. In a run of several processes all of them call this together.
+
+        Args:
+          state: from :meth:`init` or a round; if ``opt_state`` is given, also of a trainer with another ``tx``.
+          params: pytree like ``trainer.params(state)``, for every replica.
+          model_state: pytree like ``trainer.model_state(state)``, for every replica.
+          opt_state: pytree like ``tx.init(params)``, for every replica.
+
+        Returns:
+          The next state; the one passed in stays valid.
+
+        Raises:
+          ValueError: a tree with other arrays than the one that it replaces, or ``params`` without ``opt_state`` for an
+            optimizer that makes its steps from parameters in its state.
+        """
+        self.check_state(state, "trainer.replace", any_tx=opt_state is not None)
+        state = state.merged()
+        params = tuple(params) if isinstance(params, list) and self._settings.staged else params
+        values = {"params": params, "model_state": model_state, "opt_state": opt_state}
+        given = {name: tree for name, tree in values.items() if tree is not None}
+        local = state.local_states[0]
+        wanted = without_replica_axis({"params": local.params, "model_state": local.model_state})
+        for name, shapes in wanted.items():
+            if name in given:
+                check_replacement(name, given[name], shapes)
+        if opt_state is not None:
+            check_opt_state(self._settings.tx, wanted["params"], opt_state, self._settings.staged)
+        elif params is not None:
+            check_params_alone(self._settings.tx, params if self._settings.staged else [params])
+        params = self.params(state) if params is None else params
+        return state.with_values(self._engine.placement(params, model_state, opt_state), list(given))
+
+    @short_traceback
+    def params(self, state: TrainerState) -> Any:
+        """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
+        return self._engine.unreplicate(checked_state(state).merged().local_states[0].params)
+
+    @short_traceback
+    def model_state(self, state: TrainerState) -> Any:
+        """The merged model state: one plain pytree without a replica axis."""
+        return self._engine.unreplicate(checked_state(state).merged().local_states[0].model_state)
+
+    @short_traceback
+    def opt_state(self, state: TrainerState) -> Any:
+        """The optimizer state: one plain pytree without a replica axis, e.g. for :meth:`init`.
+
+        If replicas have states of their own, as with ``opt_state="local"``, it is that of the first replica of this
+        process. With ``scaling=`` it is the state of the ``tx`` that was given.
+        """
+        return self._engine.unreplicate(_of_given_tx(checked_state(state).merged().local_states[0].opt_state))
+
+    @short_traceback
+    def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
+        """The measured gradient noise scale, or None without ``scaling=``."""
+        return self._engine.unreplicate(checked_state(state).local_states[0].noise)
+
+    @short_traceback
+    @jax.transfer_guard("allow")
+    def with_ema(self, state: TrainerState) -> TrainerState:
+        """The state with the moving averages of ``ema=`` as parameters and model state, to evaluate and to export.
+
+        In a run of several processes all of them call this together.
+
+        Args:
+          state: from :meth:`init` or a round of a trainer with ``ema=``.
+
+        Returns:
+          A state for :meth:`evaluate`, :meth:`params` and :meth:`model_state`. Of model state, values other than floats
+          are the newest.
+
+        Raises:
+          ValueError: the trainer has no ``ema=``.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, optax
+          >>> import jaxche
+          >>> data = jaxche.Batches(np.ones((12, 2), np.float32), batch_size=2)
+          >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), "sync", ema=0.05)
+          >>> state, history = trainer.fit(trainer.init(jnp.zeros(2)), data, epochs=5, progress=False)
+          >>> averages = trainer.params(trainer.with_ema(state))
+          >>> bool((0 < averages).all() and (averages < trainer.params(state)).all())
+          True
+        """
+        self.check_state(state, "trainer.with_ema")
+        if self._settings.ema is None:
+            raise ValueError("this trainer keeps no moving average; write jaxche.Trainer(loss_fn, tx, ema=0.05)")
+        return with_ema_values(self._engine, state)
 
     fit = short_traceback(jax.transfer_guard("allow")(fit))
 
@@ -418,95 +492,9 @@ class Trainer(States):
         Args:
           state: after the rounds from which speeds and merges are measured.
         """
-        state = self._with_own_choices(checked_state(state, "trainer.explain"))
-        parts = [state.choice.reason if state.choice is not None else self._given_policy(state)]
-        if state.wire is not None and state.wire.reason:
-            parts.append(state.wire.reason)
-        elif advice := self._cheaper_syncs(state) or self._cheaper_merges(state):
-            parts.append(advice)
-        if advice := self._better_policy(state):
-            parts.append(advice)
-        if state.che is not None and state.che.limit and self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
-            parts.append(state.che.limit)
-        return "; ".join(parts)
-
-    def _given_policy(self, state: TrainerState) -> str:
-        """The policy as given, with its rounds and merges, in one line."""
-        policy = f"policy={self.policy.value!r}, as given"
-        if state.row_shares.rows:
-            joined = state.row_shares.joined
-            policy += f": rows {state.row_shares.rows} of {'a batch' if joined == 1 else f'{joined} batches'} by speed"
-        elif self.policy is ApplyPolicy.SYNC:
-            policy += f": {self._settings.joined} batches in a round"
-        elif state.che is not None:
-            policy += f": {state.che.batch_counts} batches in a round"
-        if sent := self._engine.sent_bytes:
-            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
-        if self._engine.overlaps:
-            policy += f", beside the first {self._engine.overlap:.0%} of the next round"
-            if state.exchange_ms:
-                policy += f", and measurements {state.exchange_ms:.3g} ms beside the last steps of this one"
-        if self._engine.groups.ranks:
-            groups = self._settings.groups.ranks
-            policy += f"; groups {groups} merge {state.group_merges} times in a round, the last time with all"
-        return policy
-
-    def _better_policy(self, state: TrainerState) -> str:
-        """What ``policy="auto"`` expects more progress of than of whole batches between merges, in one line."""
-        settings, rows = self._settings, self._engine.batch_size
-        is_sharded = state.stream is not None and self._has_peers  # whose rows may have to stay in their process
-        if self.policy is not ApplyPolicy.CADENCE or settings.rows != "equal" or not settings.fits_auto or is_sharded:
-            return ""
-        if state.che is None or not rows:
-            return ""
-        return better_than_cadence(state.che, rows, unit_of_shares(settings.unit, rows))
-
-    def _cheaper_merges(self, state: TrainerState) -> str:
-        """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
-        settings = self._settings
-        if self._rules.policy_of(state) is ApplyPolicy.SYNC or settings.average != "parameters" or settings.staged:
-            return ""
-        if state.che is None or (share := merge_share(state.che)) < DEAR:
-            return ""
-        advice = []
-        if settings.wire == "float32":
-            advice.append("wire='int4' sends about 1/8 of the bytes")
-        can_overlap = self.policy in (ApplyPolicy.CADENCE, ApplyPolicy.AUTO) and settings.scaling is None
-        shares_batches = self.policy is ApplyPolicy.AUTO or settings.rows == "speed"  # in short rounds
-        if can_overlap and not any(settings.overlaps) and (shares_batches or is_long_merge(state.che)):
-            advice.append("overlap=0.5 hides up to half a round")
-        return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
-
-    def _cheaper_syncs(self, state: TrainerState) -> str:
-        """The argument that makes the equally fast devices of a process one replica; empty if it would not help.
-
-        ``"auto"`` gets it under local steps too, which it may take because a sync of a replica each is slow.
-        """
-        settings, shares, rows = self._settings, state.row_shares, self._engine.batch_size
-        if self.policy not in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) or not (shares.is_measured and rows):
-            return ""
-        if len(shares.ranks) != self.world_size:  # of another trainer
-            return ""
-        if settings.staged or settings.fleet is not None or any(settings.paces):
-            return ""
-        fixed, slope = shares.fit()
-        found: dict[int, list[float]] = defaultdict(list)
-        for rank, ms in zip(self._engine.order, fixed + slope * rows, strict=True):
-            if settings.placements[rank].devices.size > 1:
-                return ""
-            found[settings.processes_of_ranks[rank][0]].append(ms)
-        if any(max(own) > _ALIKE * min(own) for own in found.values()) or len(found) == len(fixed):
-            return ""
-        return "the replicas of a process are equally fast: replicas='process' makes one of them, which syncs faster"
+        return explanation(self, checked_state(state, "trainer.explain"))
 
 
-def _replicas_text(replicas: Sequence[np.ndarray], fleet: VirtualFleet | None) -> str:
-    """The replicas and their devices, e.g. ``"3 replicas on 2 x NVIDIA H100 and 1 x NVIDIA L4"``."""
-    sizes = sorted({devices.size for devices in replicas})
-    text = f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"
-    if fleet is not None:
-        return f"{text} on a virtual clock, {per_rank(fleet.ms_per_batch, '{:g}')} ms a batch"
-    if sizes[-1] > 1:
-        text += f" of {' or '.join(map(str, sizes))} devices"
-    kinds = Counter(device.device_kind for devices in replicas for device in devices.flat)
-    return f"{text} on {' and '.join(f'{count} x {kind}' for kind, count in kinds.items())}"
+def _of_given_tx(opt_state: Any) -> Any:
+    """The state of the optimizer that was given, which a scaling rule wraps."""
+    return opt_state.inner_state if isinstance(opt_state, ScaleLearningRateState) else opt_state

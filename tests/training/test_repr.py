@@ -11,7 +11,7 @@ import pytest
 
 import jaxche
 from jaxche.cadence import RowShares
-from jaxche.training._trainer import _replicas_text
+from jaxche.training._explain import _replicas_text
 
 LINE = 110
 
