@@ -18,7 +18,7 @@ import numpy as np
 from jaxche.data import Feed, Key
 from jaxche.replicas._opt_state import counts_of
 from jaxche.replicas._programs import Carry
-from jaxche.replicas._table import BROKEN, FAILED, Columns
+from jaxche.replicas._table import Columns
 from jaxche.sharding import batch_size
 
 
@@ -70,7 +70,6 @@ class Unsent(NamedTuple):
 
     sums: tuple[Any, ...]  # the next table adds them, unless they are None
     errors: tuple[Exception | None, ...]  # the next round fails by them
-    broken: tuple[bool, ...]  # whether a number became NaN or infinite
     batches: tuple[tuple[Key, ...], ...]  # of these steps, for each rank
     columns: Columns  # of the sums
 
@@ -79,27 +78,9 @@ class Unsent(NamedTuple):
         return self if columns == self.columns else self._replace(sums=(None,) * len(self.sums), columns=columns)
 
     @property
-    def failures(self) -> list[int]:
-        """How each replica of this process fails the next round, 0 if it does not."""
-        return [
-            BROKEN if broken else FAILED if error is not None else 0
-            for error, broken in zip(self.errors, self.broken, strict=True)
-        ]
-
-    @property
-    def failed(self) -> list[Exception | None]:
-        """The errors of steps."""
-        return [None if broken else error for error, broken in zip(self.errors, self.broken, strict=True)]
-
-    @property
-    def error(self) -> Exception:
+    def error(self) -> Exception | None:
         """The first of the errors."""
-        return next(error for error in self.errors if error is not None)
-
-    @property
-    def is_failed(self) -> bool:
-        """Whether the next round fails by it."""
-        return any(self.failures)
+        return next(filter(None, self.errors), None)
 
 
 class EarlyResult:
@@ -171,25 +152,28 @@ def unsent_of(
     batches: tuple[tuple[Key, ...], ...],
     columns: Columns,
     without_steps: Callable[[int], LocalResult],
+    not_finite: Callable[[int, int], Exception],
 ) -> tuple[list[LocalResult], Unsent]:
     """The results of a round for its merge, with all sums, and what the table lacks: ``batches`` of each rank.
 
     A replica whose last steps have failed merges as if it had taken no steps; the next round fails by it.
+    ``without_steps(index)`` is the result of one without steps, and ``not_finite(index, steps)`` the error of one that
+    took so many and in whose last ones a number became NaN or infinite.
     """
     found = []
     for index, (one, result) in enumerate(zip(early, results, strict=True)):
         last = result.carry.sums
         if not one.is_sent:
-            found.append((result, jnp.zeros_like(last), None, False))
+            found.append((result, jnp.zeros_like(last), None))
         elif result.error is not None:
-            found.append((without_steps(index), jnp.zeros_like(last), result.error, False))
+            found.append((without_steps(index), jnp.zeros_like(last), result.error))
         elif not _is_finite(result.carry):
-            found.append((without_steps(index), last, None, True))
+            found.append((without_steps(index), last, not_finite(index, result.steps)))
         else:
             whole = result._replace(carry=result.carry._replace(sums=one.sums + last))
-            found.append((whole, last, None, False))
-    kept, sums, errors, broken = zip(*found, strict=True)
-    return list(kept), Unsent(sums, errors, broken, batches, columns)
+            found.append((whole, last, None))
+    kept, sums, errors = zip(*found, strict=True)
+    return list(kept), Unsent(sums, errors, batches, columns)
 
 
 def _is_finite(carry: Carry) -> bool:

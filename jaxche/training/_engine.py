@@ -64,6 +64,7 @@ from jaxche.replicas import (
 )
 from jaxche.sharding import batch_size, nbytes
 from jaxche.training._checks import check_whole_batches
+from jaxche.training._non_finite import non_finite_error
 from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._plan import PlannedRound
 from jaxche.training._settings import Settings
@@ -514,7 +515,13 @@ class Engine:
         if not early:
             return results, None
         last = tuple(planned.batches(rank)[n:] for rank, n in enumerate(planned.sent_after))
-        return unsent_of(early, results, last, self.columns, without_steps)
+
+        def not_finite(index: int, steps: int) -> Exception:
+            rank = self.ranks[index]
+            what = f"the loss, a gradient, a parameter or a state of rank {rank} became NaN or infinite"
+            return non_finite_error(planned, {rank: steps}, what, rank)
+
+        return unsent_of(early, results, last, self.columns, without_steps, not_finite)
 
     def _pauses(self, planned: PlannedRound) -> list[list[Correction | GroupPause]]:
         """Where each local replica pauses in a round: for the merge in flight, and to merge with its group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,9 +52,9 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def non_finite_error(
-    planned: PlannedRound, counts: Sequence[int], what: str, rank: int | None = None
+    planned: PlannedRound, counts: Sequence[int] | Mapping[int, int], what: str, rank: int | None = None
 ) -> NonFiniteLossError:
-    """The error of a round with these counts of steps; ``rank`` is None if only the merged state is not finite."""
+    """The error of a round with these counts of steps, by rank; ``rank`` is None if only the merged state is broken."""
     plan = planned.plan
     suspects = range(len(plan.counts)) if rank is None else planned.group_of(rank)
     if 1 < len(suspects) < len(plan.counts):

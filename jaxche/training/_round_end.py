@@ -38,10 +38,9 @@ from jaxche.replicas import (
     LocalResult,
     Merged,
     Report,
-    Unsent,
 )
 from jaxche.reports import RoundInfo
-from jaxche.training._non_finite import non_finite_error
+from jaxche.training._non_finite import NonFiniteLossError, non_finite_error
 from jaxche.training._plan import PlannedRound
 from jaxche.training._state import TrainerState
 
@@ -60,14 +59,14 @@ def host_rows(
 ) -> np.ndarray:
     """The numbers that the hosts of these ranks add to the table, ``[ranks, HOST_COLUMNS]``."""
     state, plan = planned.state, planned.plan
-    late = [0] * len(ranks) if state.unsent is None else state.unsent.failures
+    late = [None] * len(ranks) if state.unsent is None else state.unsent.errors
     # A merge in flight has ended by now.
     last_merge_ms = state.merge_ms if state.in_flight is None else state.in_flight.duration_ms
     ended = planned.reader.ended(plan, state, sum(result.steps for result in results))
     high, low = plan.digest_halves()
 
-    def row(rank: int, result: LocalResult, late: int) -> HostColumns:
-        failed = late or (FAILED if result.error is not None else 0)
+    def row(rank: int, result: LocalResult, late: Exception | None) -> HostColumns:
+        failed = BROKEN if isinstance(late, NonFiniteLossError) else FAILED if late or result.error else 0
         # The count is a weight of the merge; after an error nothing is merged.
         steps = plan.counts[rank] if failed else result.steps
         return HostColumns(
@@ -199,21 +198,12 @@ def errors_of(planned: PlannedRound, ranks: Sequence[int], results: Sequence[Loc
 
     What came first is the reason: after a step that failed, a stream may be at another place.
     """
-    late = planned.state.unsent.failed if planned.state.unsent else []
+    late = planned.state.unsent.errors if planned.state.unsent else ()
+    late = [None if isinstance(error, NonFiniteLossError) else error for error in late]
     errors: dict[int, Exception] = {}
     for found in (late, [result.error for result in results]):
         errors |= {rank: error for rank, error in zip(ranks, found, strict=False) if error and rank not in errors}
     return errors
-
-
-def with_errors(planned: PlannedRound, counts: Sequence[int], unsent: Unsent, ranks: Sequence[int]) -> Unsent:
-    """What is unsent, with the errors of the local replicas whose last steps made a number NaN or infinite."""
-    what = "the loss, a gradient, a parameter or a state of rank {} became NaN or infinite"
-    errors = [
-        non_finite_error(planned, counts, what.format(rank), rank) if broken else error
-        for rank, broken, error in zip(ranks, unsent.broken, unsent.errors, strict=True)
-    ]
-    return unsent._replace(errors=tuple(errors))
 
 
 def _ratio(sums: Any, weights: Any) -> np.ndarray:

@@ -32,7 +32,7 @@ from jaxche.cadence import (
 from jaxche.data import Feed, Key, Reader
 from jaxche.distributed import hang_timeout
 from jaxche.messages import brief, short_traceback
-from jaxche.replicas import LocalResult, MergeScale, in_order
+from jaxche.replicas import HOST_COLUMNS, LocalResult, MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import effective_replicas
 from jaxche.training._ema import with_ema_step
@@ -61,7 +61,6 @@ from jaxche.training._round_end import (
     host_rows,
     planned_weights,
     round_times,
-    with_errors,
 )
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
@@ -259,13 +258,10 @@ class Rounds:
         engine, settings = self._engine, self._settings
         feeds = engine.start(planned)
         clock = time.perf_counter()
-        stop, sent = Stop.NO, np.empty(0)
 
         def rows(results: Sequence[LocalResult]) -> np.ndarray:
-            nonlocal stop, sent
-            stop, prepare_ms = self._stop, max(engine.compile_ms for engine in self._engines)
-            sent = host_rows(planned, engine.ranks, results, stop, prepare_ms)
-            return sent
+            prepare_ms = max(engine.compile_ms for engine in self._engines)
+            return host_rows(planned, engine.ranks, results, self._stop, prepare_ms)
 
         results, unsent = engine.run(planned, feeds, rows, lambda: self._read_ahead(planned, end, feeds))
         if self._membership:
@@ -277,21 +273,20 @@ class Rounds:
         table = RoundStatistics(merged.table, engine.columns)
         errors = errors_of(planned, engine.ranks, results)
         table.check(planned, self._group, errors, bool(merged.report.finite))
-        if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
+        if self._stop <= table.stop:  # the table has it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         sizes = engine.batch_size, engine.sent_bytes
         measured_ms = elapsed_ms, merged.exchange_ms
         table, times = round_times(planned, table, *measured_ms, settings.fleet, *sizes, self._has_peers)
         after, info = advance(planned, merged, table, times)
-        if unsent is not None and unsent.is_failed:
-            unsent = with_errors(planned, table.counts, unsent, engine.ranks)
-            if not self._has_peers:  # else the next round ends all processes
-                raise unsent.error
+        if unsent is not None and unsent.error and not self._has_peers:  # else the next round ends all processes
+            raise unsent.error
         then = None
         weight = ema_weight(settings.ema, state.ema_examples, after.examples) if settings.ema else None
         if weight is not None:
             after, then = replace(after, ema_examples=after.examples), partial(with_ema_step, engine, weight=weight)
         if engine.overlaps:
+            sent = merged.table[engine.ranks, : len(HOST_COLUMNS)]
             in_flight = engine.start_merge(planned, results, sent, max(table.wall_ms), times.merge_ms, then)
             after = replace(after, in_flight=in_flight, unsent=unsent)
         elif then is not None:

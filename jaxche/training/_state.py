@@ -130,7 +130,7 @@ class TrainerState:
             self,
             local_states=merged.local_states,
             in_flight=None,
-            unsent=unsent if unsent and unsent.is_failed else None,
+            unsent=unsent if unsent and unsent.error else None,
             sync_ms=self.sync_ms + self.in_flight.duration_ms,
             merge_ms=self.in_flight.duration_ms,
             clock_ms=self.clock_ms + known_ms,
