@@ -40,9 +40,9 @@ from jaxche.training._checks import (
 )
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._groups import checked_groups
-from jaxche.training._optimizer_checks import check_line_search
 from jaxche.training._settings import Settings
 from jaxche.training._stages import checked_stages
+from jaxche.training._start_checks import check_line_search
 
 
 def default_cadence(average: str) -> dict[str, Any]:

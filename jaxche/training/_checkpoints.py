@@ -137,7 +137,7 @@ class CheckpointManager(Hook):
         self._lock = FolderLock(self._folder)
         self._writer = CheckpointWriter(self._group, self._folder, config.keep)
         with self._group.errors_everywhere(self._group.process_index, "the reading of the data"):
-            digest = trainer._engine.data_digest(data)
+            digest = trainer._engine.data_digest(trainer._reader(data))
         # What the run was made with, by name in the metadata.
         batches = "a stream" if is_stream(data) else len(data)
         self._source = {"batches": batches, "data": digest, "seed": trainer._settings.seed}
@@ -307,7 +307,7 @@ class CheckpointManager(Hook):
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
         """The state with the iterator states of all processes, if data is a stream that has them."""
-        reader = self._trainer._engine.reader(self._data)
+        reader = self._trainer._reader(self._data)
         if state.stream is None or not isinstance(reader, StreamReader):
             return state
         try:

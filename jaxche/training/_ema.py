@@ -30,7 +30,7 @@ def with_ema_values(engine: Engine, state: TrainerState) -> TrainerState:
     if not jax.tree.leaves(state.local_states[0].ema):
         return state
     state, local_states = state.merged(), []
-    engine.prepare_evaluation(state.local_states)
+    engine.lay_out(state.local_states)
     for _, placement, local in engine.here(state.local_states):
         made = []
         for one, *trees in _stages(placement, local):

@@ -16,18 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxche.cadence import AUTO_WIRES, RoundPlan
-from jaxche.data import (
-    Feed,
-    Reader,
-    SequenceReader,
-    StreamReader,
-    Threads,
-    as_stream,
-    check_stream,
-    epoch_size,
-    is_same,
-    is_stream,
-)
+from jaxche.data import Feed, Reader, Threads
 from jaxche.messages import brief
 from jaxche.replicas import (
     Begin,
@@ -63,62 +52,12 @@ from jaxche.replicas import (
     without_sums,
 )
 from jaxche.sharding import batch_size, nbytes
-from jaxche.training._checks import check_whole_batches
 from jaxche.training._non_finite import non_finite_error
-from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._plan import PlannedRound
 from jaxche.training._settings import Settings
+from jaxche.training._start_checks import check_trees, check_tx
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
-
-
-class Readers:
-    """The readers of the present sequence and of the present stream, for all engines of a trainer."""
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
-        self._readers: dict[bool, Reader] = {}
-
-    def of(self, data: Any) -> Reader:
-        """The reader of this data."""
-        for reader in self._readers.values():
-            if reader.data is data:
-                return reader
-        self.epoch_size(data)
-        kind = is_stream(data)
-        reader = self._readers.get(kind)
-        if reader is None or not is_same(reader.data, data):
-            if reader is not None:
-                reader.close()
-            reader = self._stream_reader(data) if kind else SequenceReader(data)
-            self._readers[kind] = reader
-        elif isinstance(reader, StreamReader):
-            reader.go_on_with(data)
-        return reader
-
-    def _stream_reader(self, data: Any) -> StreamReader:
-        return StreamReader(data, as_stream(data), self._settings.group, self._settings.processes_of_ranks)
-
-    def epoch_size(self, data: Any, epochs: int = 1) -> int:
-        """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
-        settings = self._settings
-        if is_stream(data):
-            spans = any(len(processes) > 1 for processes in settings.processes_of_ranks)
-            if spans and settings.staged:
-                raise ValueError(
-                    "data is a stream, and the stages of a replica that are in several processes read batches by their "
-                    "index; give a sequence, e.g. jaxche.Batches(arrays, batch_size=32), or each process whole replicas"
-                )
-            stream = check_stream(data, settings.group, spans, epochs)
-            if stream.shards and settings.group.num_processes > 1:
-                check_whole_batches(settings.policy, settings.given_rows, settings.joined, len(settings.placements))
-        return epoch_size(data)
-
-    def wait(self) -> None:
-        """Wait until the batches of a sequence that were requested are read."""
-        if isinstance(reader := self._readers.get(False), SequenceReader):
-            reader.wait()
-
 
 # No limit; unlike infinity it is valid JSON.
 MOST_ROWS = 2.0**40
@@ -127,8 +66,8 @@ MOST_ROWS = 2.0**40
 class Engine:
     """Runs and merges the replicas of this process by the plans of the trainer, once they are prepared."""
 
-    def __init__(self, settings: Settings, readers: Readers):
-        self._settings, self._readers, scaling = settings, readers, settings.scaling
+    def __init__(self, settings: Settings):
+        self._settings, scaling = settings, settings.scaling
         self._group = settings.group
         self.average = settings.average
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
@@ -329,40 +268,10 @@ class Engine:
                 )
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
-            self._check_trees(local_states[0])
+            check_trees(self._settings, local_states[0])
             if not any_tx:
-                self._check_tx(local_states[0])
+                check_tx(self._settings, self._tx, local_states[0])
                 self._form = form
-
-    def _check_trees(self, local: LocalState) -> None:
-        if (local.noise is None) != (self._settings.scaling is None):
-            raise ValueError(
-                f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
-                "trainer's own: state = trainer.init(params)"
-            )
-        if (local.residual is None) != (self._settings.wire == "float32"):
-            other = "one of few bytes" if self._settings.wire == "float32" else "'float32'"
-            raise ValueError(
-                f"state is of a trainer whose wire is {other}, and here wire={self._settings.wire!r}; start from "
-                "its own: state = trainer.init(other.params(state))"
-            )
-        self._check_ema(local)
-
-    def _check_tx(self, local: LocalState) -> None:
-        params, opt_state = without_replica_axis((local.params, local.opt_state))
-        check_state_of_tx(self._tx, params, opt_state)
-
-    def _check_ema(self, local: LocalState) -> None:
-        has_ema = bool(jax.tree.leaves(local.ema))
-        if has_ema != (self._settings.ema is not None):
-            raise ValueError(
-                f"state is of a trainer {'with' if has_ema else 'without'} ema=; start from this trainer's own: "
-                "state = trainer.init(other.params(state), other.model_state(state))"
-            )
-
-    def reader(self, data: Any) -> Reader:
-        """The reader of this data."""
-        return self._readers.of(data)
 
     def measure_batches(self, reader: Reader, plan: RoundPlan) -> None:
         """Take the size of a whole batch from this data, if it is not that of the round before.
@@ -573,16 +482,14 @@ class Engine:
             carries = [without_sums(carry, before) for carry, before in sums]
         return self._merge.start(self.fitted(planned.starts), carries, rows, wall_ms, cost_ms, then)
 
-    def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
+    def free_run(self, local_states: Sequence[LocalState], batches: Sequence[Any], seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""
-        batches = self.reader(data).some(4)
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
-    def prepare_evaluation(self, local_states: Sequence[LocalState]) -> None:
-        """Lay out these states, and wait for batches that are being read, because the data may be evaluated too."""
+    def lay_out(self, local_states: Sequence[LocalState]) -> None:
+        """Lay out these states, to read and evaluate them."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        self._readers.wait()
 
     def here(self, local_states: Sequence[LocalState]) -> list[tuple[int, Placement, LocalState]]:
         """Rank, placement and state of each local replica."""

@@ -220,7 +220,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The results of a metric function over ``data``, each batch taken once; all processes call it together."""
     engine, group, state = trainer._engine, trainer._group, state.merged()
-    engine.prepare_evaluation(state.local_states)
+    engine.lay_out(state.local_states)
+    trainer._wait_for_reads()  # the data of the training may be evaluated
     leaves, tree = jax.tree.flatten((state.local_states[0].params, state.local_states[0].model_state))
     form = [tree, *((x.shape, str(x.dtype)) for x in leaves)]
     program.begin((group.quorum_id, form))
@@ -261,7 +262,8 @@ def evaluate(
 def check_evaluation(trainer: Rounds, state: TrainerState, data: Any, program: MetricProgram, metrics: Any) -> None:
     """Refuse what an evaluation would refuse, as far as one batch and the shapes of its results show it."""
     engine = trainer._engine
-    engine.prepare_evaluation(state.local_states)
+    engine.lay_out(state.local_states)
+    trainer._wait_for_reads()  # the data of the training may be evaluated
     batch = next(batches_of(data), None)
     if batch is None:
         raise ValueError("validation: the data set is empty; give at least one batch")

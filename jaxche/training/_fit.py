@@ -43,6 +43,7 @@ from jaxche.training._hooks import (
 )
 from jaxche.training._plan import End, GivenRound
 from jaxche.training._rounds import Rounds
+from jaxche.training._start_checks import checked_epoch_size
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._updates import UpdatesHook
 
@@ -355,7 +356,7 @@ class _Arguments(NamedTuple):
             limits = limits | {"epochs": 1}
         end = End.of_fit(state, **limits)
         epochs = 1 if end.epochs is None else end.epochs - state.epoch
-        size = trainer._readers.epoch_size(self.data, epochs)
+        size = checked_epoch_size(trainer._settings, self.data, epochs)
         if size > MOST_BATCHES and end == End(epochs=end.epochs):
             raise ValueError(
                 f"epochs={epochs}, and an epoch of this data has {size:,} batches, as of a data set "

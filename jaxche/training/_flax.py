@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jaxche.averaging import path_names
 from jaxche.messages import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, not_floats, wanted_names
-from jaxche.training._optimizer_checks import shapes_of_state
+from jaxche.training._start_checks import shapes_of_state
 
 if TYPE_CHECKING:
     from flax import linen as nn

@@ -128,7 +128,7 @@ class Membership:
 
     def _with_iterator(self, state: TrainerState, data: Any) -> TrainerState:
         """The state with that of the iterator of a stream, if it can be sent: the process then need not read again."""
-        reader = self._trainer._engine.reader(data)
+        reader = self._trainer._reader(data)
         if state.stream is None or not isinstance(reader, StreamReader):
             return state
         found = reader.iterator_state(state)
@@ -150,9 +150,10 @@ class Membership:
         own = [engine.order[rank] for rank in engine.ranks]
         self._arrange(own, state.local_states)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
-        engine.reader(run.data).seek(state)
+        reader = trainer._reader(run.data)
+        reader.seek(state)
         for one in trainer._engines:
-            one.prepare(state.local_states, run.data, plan, trainer._fingerprint_of(state, plan))
+            one.prepare(state.local_states, reader, plan, trainer._fingerprint_of(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
         _log.warning(text, group.process_index)
         while True:

@@ -14,7 +14,7 @@ import optax
 
 from jaxche.averaging import ema_init, outer_init
 from jaxche.cadence import RoundPlan
-from jaxche.data import SequenceReader, is_stream, join_pieces, line_for_two_arrays
+from jaxche.data import Reader, SequenceReader, join_pieces, line_for_two_arrays
 from jaxche.replicas import (
     HOST_COLUMNS,
     Begin,
@@ -117,7 +117,7 @@ class PreparedEngine(Engine):
     def prepare(
         self,
         local_states: Sequence[LocalState],
-        data: Any,
+        reader: Reader,
         plan: RoundPlan,
         fingerprint: dict[str, str],
         donates: bool = False,
@@ -131,8 +131,8 @@ class PreparedEngine(Engine):
         try:
             with self._group.errors_everywhere(self.ranks[0], _PLACE):
                 self._set_layout(without_replica_axis(local_states[0].params))
-                data_seen = self.data_digest(data) if self._group.num_processes > 1 else ""
-                batch = self._measured(self.reader(data), plan)
+                data_seen = self.data_digest(reader) if self._group.num_processes > 1 else ""
+                batch = self._measured(reader, plan)
             # The first batches of the parts of a stream may have unlike sizes, by which a loss is traced.
             sizes, structures = zip(*self._group.all_gather((self.batch_size, _structure(batch))), strict=True)
             self.batch_size = max(sizes)
@@ -153,11 +153,11 @@ class PreparedEngine(Engine):
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
-            if is_stream(data) and self._group.num_processes > 1:
-                check_streams(self._group, batch, self.reader(data).is_sharded)
+            if not isinstance(reader, SequenceReader) and self._group.num_processes > 1:
+                check_streams(self._group, batch, reader.is_sharded)
         except Exception as error:
             self._replicas = []  # so that a corrected call prepares again
-            if line := line_for_two_arrays(data):
+            if line := line_for_two_arrays(reader.data):
                 error.add_note(line)
             raise
         self._own_resources = self._resources(local_states, takes)
@@ -285,13 +285,12 @@ class PreparedEngine(Engine):
 
     _digest: tuple[Any, str] | None = None
 
-    def data_digest(self, data: Any) -> str:
+    def data_digest(self, reader: Reader) -> str:
         """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""
-        reader = self.reader(data)
         if not isinstance(reader, SequenceReader):
             return f"stream, shards={reader.is_sharded}"
         if self._digest is None or self._digest[0] is not reader:
-            self._digest = (reader, data_digest(reader, len(data)))
+            self._digest = (reader, data_digest(reader, len(reader.data)))
         return self._digest[1]
 
     _tx_digest: tuple[Any, str] | None = None

@@ -29,14 +29,13 @@ from jaxche.cadence import (
     is_long_merge,
     merge_share,
 )
-from jaxche.data import Feed, Key, Reader
+from jaxche.data import Feed, Key, Reader, SequenceReader, StreamReader, as_stream, is_same, is_stream
 from jaxche.distributed import hang_timeout
 from jaxche.messages import brief, short_traceback
 from jaxche.replicas import HOST_COLUMNS, LocalResult, MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import effective_replicas
 from jaxche.training._ema import with_ema_step
-from jaxche.training._engine import Readers
 from jaxche.training._plan import (
     ENDLESS,
     PLANNED,
@@ -64,6 +63,7 @@ from jaxche.training._round_end import (
 )
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
+from jaxche.training._start_checks import checked_epoch_size
 from jaxche.training._state import Stop, TrainerState
 
 _log = logging.getLogger("jaxche")
@@ -100,19 +100,19 @@ class Rounds:
         # The noise scale is averaged over rounds, and outputs are kept for one.
         is_short = settings.scaling is not None or settings.outputs is not None
         self._solo_steps = SOLO_ROUND if is_short else None
-        self._readers = readers = Readers(settings)
-        engine = (StagedEngine if settings.staged else PreparedEngine)(settings, readers)
+        self._readers: dict[bool, Reader] = {}  # of the present stream, and of the present sequence
+        engine = (StagedEngine if settings.staged else PreparedEngine)(settings)
         self._engine = self._local_engine = self._beside_engine = engine
         self._engines = [engine]
         if len(settings.overlaps) > 1:  # local steps that merge beside those of the next round
             beside = replace(settings, overlap=max(settings.overlaps), opt_state="local", host=True)
-            self._beside_engine = PreparedEngine(beside, readers)
+            self._beside_engine = PreparedEngine(beside)
             self._beside_engine.share_steps(engine)
             self._engines.append(self._beside_engine)
         self._local_engines = tuple(self._engines)
         if settings.chooses:  # the programs of exact sync beside those of local steps
             sync = replace(settings, average="gradients", merge="steps", overlap=0.0, overlaps=(0.0,))
-            self._sync_engine = PreparedEngine(sync, readers)
+            self._sync_engine = PreparedEngine(sync)
             self._engines.append(self._sync_engine)
         self._metric_programs: list[Any] = []  # of the last evaluations
 
@@ -297,16 +297,39 @@ class Rounds:
             settings.outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return after, info
 
+    def _reader(self, data: Any) -> Reader:
+        """The reader of this data; that of other data of its kind, a sequence or a stream, is closed."""
+        for reader in self._readers.values():
+            if reader.data is data:
+                return reader
+        settings, kind = self._settings, is_stream(data)
+        checked_epoch_size(settings, data)
+        reader = self._readers.get(kind)
+        if reader is None or not is_same(reader.data, data):
+            if reader is not None:
+                reader.close()
+            streams = settings.group, settings.processes_of_ranks
+            reader = StreamReader(data, as_stream(data), *streams) if kind else SequenceReader(data)
+            self._readers[kind] = reader
+        elif isinstance(reader, StreamReader):
+            reader.go_on_with(data)
+        return reader
+
+    def _wait_for_reads(self) -> None:
+        """Wait until the batches of a sequence that were requested are read."""
+        if isinstance(reader := self._readers.get(False), SequenceReader):
+            reader.wait()
+
     def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
         """The next round, with its programs compiled."""
         state = self._with_own_choices(state, given)
         self._set_programs(state)
         engine = self._engine
-        reader = engine.reader(data)
+        reader = self._reader(data)
         state = engine.adopted(state)
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
-        plan = self._prepared_plan(reader, state, data, end, given)
+        plan = self._prepared_plan(reader, state, end, given)
         if self._settings.wire != "float32":
             state = replace(state, local_states=engine.fitted(state.local_states))
         if state.unsent is not None:
@@ -372,7 +395,6 @@ class Rounds:
         self,
         reader: Reader,
         state: TrainerState,
-        data: Any,
         end: End = ENDLESS,
         given: GivenRound = PLANNED,
     ) -> RoundPlan:
@@ -384,7 +406,7 @@ class Rounds:
         # In an elastic run all of them: a process that joins later has to have the same.
         for engine in self._engines if self._membership else [self._engine]:
             if not engine.is_prepared:
-                engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan), given.donates)
+                engine.prepare(state.local_states, reader, plan, self._fingerprint_of(state, plan), given.donates)
         if end.examples is not None:  # the size of a batch is known now
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         return plan

@@ -47,7 +47,6 @@ from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params, largest_micro_batch
 from jaxche.training._fingerprint import digest
-from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._preparation import PreparedEngine
 
 _STAGE_TREES = ("params", "opt_state", "outer_state", "ema")
@@ -418,13 +417,6 @@ class StagedEngine(PreparedEngine):
 
     def _digest_of(self, tx: Any, shapes: Any, **extra: Any) -> str:
         return digest([super(StagedEngine, self)._digest_of(tx, params, **extra) for params in shapes])
-
-    def _check_trees(self, local: LocalState) -> None:
-        self._check_ema(local)
-
-    def _check_tx(self, local: LocalState) -> None:
-        for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
-            check_state_of_tx(self._tx, params, opt_state)
 
     def _resources(self, local_states: Sequence[LocalState], takes: Sequence[str]) -> list[Any]:
         """Empty: stages take whole batches, and need memory for the activations that their schedule keeps."""

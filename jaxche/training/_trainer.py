@@ -25,9 +25,9 @@ from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._explain import explanation, summary
 from jaxche.training._fit import fit
 from jaxche.training._membership import Membership
-from jaxche.training._optimizer_checks import check_opt_state, check_params_alone, check_replacement, check_start
 from jaxche.training._plan import GivenRound
 from jaxche.training._rounds import Rounds, check_untraced, checked_state
+from jaxche.training._start_checks import check_opt_state, check_params_alone, check_replacement, check_start
 from jaxche.training._state import TrainerState
 
 
@@ -481,8 +481,9 @@ class Trainer(Rounds):
         seconds = finite_number("seconds", seconds, "trainer.measure_rates(state, data, seconds=2.0)", 0.0)
         if (fleet := self._settings.fleet) is not None:
             return tuple((1e3 / fleet.speeds(state.round)).tolist())
-        self._prepared_plan(self._engine.reader(data), state, data)
-        return tuple(self._engine.free_run(state.local_states, data, seconds))
+        reader = self._reader(data)
+        self._prepared_plan(reader, state)
+        return tuple(self._engine.free_run(state.local_states, reader.some(4), seconds))
 
     def explain(self, state: TrainerState) -> str:
         """What the trainer does with its replicas, and why, in one line.

@@ -153,7 +153,7 @@ def test_nothing_is_read_ahead_of_the_end(problem, make, recorder):
     trainer, state = make("cadence")
     data = recorder(problem.data)
     trainer.fit(state, data, max_steps=7, progress=False)
-    trainer._engine.reader(data).wait()
+    trainer._reader(data).wait()
     assert max(index for _, index in data.reads[2:]) == 6  # the first two reads check that data repeats
 
 

@@ -365,7 +365,7 @@ def test_a_late_replica_leaves_its_next_batch_in_the_stream(devices, trained):
     trainer, state = make(devices, 1)
     data = jaxche.Stream(batches)
     state, _ = trainer.round(state, data, counts=(2,))
-    reader = trainer._engine.reader(data)
+    reader = trainer._reader(data)
     (replica,), (local,) = trainer._engine._replicas, state.local_states
     (feed,) = reader.begin(trainer._plan(state, 100, given=GivenRound((9,))), state, [0], (9,))
     trained.clear()
@@ -392,7 +392,7 @@ def test_pipelines_take_streams_within_a_process_and_refuse_them_over_several(de
     trainer.fit(state, batches(), progress=False)
     assert ids(trained) == all_ids((0,))
     settings = replace(trainer._settings, processes_of_ranks=[(0, 1)])
-    monkeypatch.setattr(trainer._readers, "_settings", settings)
+    monkeypatch.setattr(trainer, "_settings", settings)
     with pytest.raises(ValueError, match=r"stages of a replica that are in several processes.*jaxche.Batches"):
         trainer.fit(state, jaxche.Stream(batches, shards=False))
 

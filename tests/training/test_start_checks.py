@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxche
 from jaxche.sharding import check_update
-from jaxche.training._optimizer_checks import check_copies, check_line_search, shapes_of_state
+from jaxche.training._start_checks import check_copies, check_line_search, shapes_of_state
 
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
 EXTRA_ARGUMENTS = {

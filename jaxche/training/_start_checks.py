@@ -1,4 +1,4 @@
-"""Checks of what a run starts from: the optimizer, on the shapes of the parameters, and the given states."""
+"""Checks of what a run starts from: the optimizer, on the shapes of the parameters, the given states, and the data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.messages import brief
-from jaxche.replicas import are_accumulators, are_keys, are_subspaces, stepped_params
+from jaxche.replicas import (
+    LocalState,
+    are_accumulators,
+    are_keys,
+    are_subspaces,
+    stepped_params,
+    without_replica_axis,
+)
 from jaxche.scaling import AdamScale, ScaleLearningRateState, has_moments_of_magnitudes, noise_scale
 from jaxche.sharding import check_params, check_update
 from jaxche.stages import check_stage_params
-from jaxche.training._checks import check_arrays, check_bits, check_metrics_of_model, warn_of_unused_model_state
+from jaxche.training._checks import (
+    check_arrays,
+    check_bits,
+    check_metrics_of_model,
+    check_whole_batches,
+    warn_of_unused_model_state,
+)
 from jaxche.training._groups import Groups
 from jaxche.training._settings import Settings
 
@@ -49,6 +63,49 @@ def check_start(settings: Settings, world_size: int, params: Any, model_state: A
     check_bits({"loss_fn": settings.loss_fn, "model_state": model_state}, settings.placements)
     if opt_state is not None:
         check_opt_state(tx, shapes, opt_state, settings.staged)
+
+
+def checked_epoch_size(settings: Settings, data: Any, epochs: int = 1) -> int:
+    """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
+    if is_stream(data):
+        spans = any(len(processes) > 1 for processes in settings.processes_of_ranks)
+        if spans and settings.staged:
+            raise ValueError(
+                "data is a stream, and the stages of a replica that are in several processes read batches by their "
+                "index; give a sequence, e.g. jaxche.Batches(arrays, batch_size=32), or each process whole replicas"
+            )
+        stream = check_stream(data, settings.group, spans, epochs)
+        if stream.shards and settings.group.num_processes > 1:
+            check_whole_batches(settings.policy, settings.given_rows, settings.joined, len(settings.placements))
+    return epoch_size(data)
+
+
+def check_trees(settings: Settings, local: LocalState) -> None:
+    """Refuse a state with other trees than those that the arguments of the trainer ask for."""
+    if (local.noise is None) != (settings.scaling is None):
+        raise ValueError(
+            f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
+            "trainer's own: state = trainer.init(params)"
+        )
+    if (local.residual is None) != (settings.wire == "float32"):
+        other = "one of few bytes" if settings.wire == "float32" else "'float32'"
+        raise ValueError(
+            f"state is of a trainer whose wire is {other}, and here wire={settings.wire!r}; start from "
+            "its own: state = trainer.init(other.params(state))"
+        )
+    has_ema = bool(jax.tree.leaves(local.ema))
+    if has_ema != (settings.ema is not None):
+        raise ValueError(
+            f"state is of a trainer {'with' if has_ema else 'without'} ema=; start from this trainer's own: "
+            "state = trainer.init(other.params(state), other.model_state(state))"
+        )
+
+
+def check_tx(settings: Settings, tx: optax.GradientTransformation, local: LocalState) -> None:
+    """Refuse a state of another optimizer than ``tx``, which scales by the rule of the settings."""
+    trees = without_replica_axis((local.params, local.opt_state))
+    for params, opt_state in zip(*trees, strict=True) if settings.staged else [trees]:
+        check_state_of_tx(tx, params, opt_state)
 
 
 def check_copies(params: Any) -> None:
