@@ -50,6 +50,7 @@ from jaxche.replicas._programs import Programs as Programs
 from jaxche.replicas._programs import Steps as Steps
 from jaxche.replicas._programs import free as free
 from jaxche.replicas._programs import stayed_finite as stayed_finite
+from jaxche.replicas._replica import LocalRound as LocalRound
 from jaxche.replicas._replica import PaceError
 from jaxche.replicas._replica import Replica as Replica
 from jaxche.replicas._replica import free_rates as free_rates

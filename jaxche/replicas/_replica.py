@@ -31,7 +31,6 @@ _IN_FLIGHT = 8
 # The share of a device's memory that larger steps may fill: the merge needs some, and memory breaks into pieces.
 _MEMORY_SHARE = 0.8
 
-_NO_SCALE = MergeScale()
 _NO_BATCH = object()
 
 
@@ -109,6 +108,22 @@ class RoundMemory(NamedTuple):
     by_purpose: dict[str, int]  # all of them, and "in all"
 
 
+class LocalRound(NamedTuple):
+    """What a replica is given for a round, beside its state and its batches."""
+
+    index: int = 0  # the number of its first batch, for random keys
+    merge_scale: MergeScale = MergeScale()
+    measured: int = 0  # with scaled learning rates the first steps, which measure their gradients
+    time_limit_ms: float | None = None  # after it no further step begins, unless the early result was sent
+    pauses: Sequence[Pause] = ()  # in order, each after its steps, or after the last one; waits in them are not timed
+    takes: Sequence[str] = ()  # the trees of which the steps delete the large arrays
+    early: EarlyResult | None = None  # sent before the last steps
+    unsent: Any = None  # sums of the round before
+
+
+NO_ROUND = LocalRound()
+
+
 class Replica:
     """A replica of this process."""
 
@@ -132,7 +147,7 @@ class Replica:
         self.compilations = 0
 
     def begin(
-        self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE, takes: Sequence[str] = ()
+        self, local: LocalState, index: int, merge_scale: MergeScale = NO_ROUND.merge_scale, takes: Sequence[str] = ()
     ) -> tuple[Constants, Carry]:
         """The constants and the carry of a round before its first step."""
         return self._programs.begin(local, np.uint32(index % 2**32), merge_scale, takes)
@@ -240,37 +255,22 @@ class Replica:
                 f"give it at least {enough:g} ms, e.g. pace_ms={enough:g}, or make the model or the batch smaller"
             )
 
-    def run(
-        self,
-        local: LocalState,
-        feed: Feed,
-        index: int,
-        merge_scale: MergeScale = _NO_SCALE,
-        time_limit_ms: float | None = None,
-        measured: int = 0,
-        pauses: Sequence[Pause] = (),
-        takes: Sequence[str] = (),
-        early: EarlyResult | None = None,
-        unsent: Any = None,
-    ) -> LocalResult:
-        """Take one step on each batch of ``feed``, or as many as start within ``time_limit_ms``, but at least one.
+    def run(self, local: LocalState, feed: Feed, given: LocalRound = NO_ROUND) -> LocalResult:
+        """Take one step on each batch of ``feed``, or as many as start within the time limit, but at least one.
 
-        With scaled learning rates the first ``measured`` steps measure their gradients. ``pauses`` are in order, each
-        after its steps, or after the last one; the waits in them are not timed. If several processes drive the
-        replica, the first of them checks the time limit, and all take the same steps. A failed replica still takes part
-        in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
-        that the merge needs. ``takes`` are the trees of which the steps delete the large arrays. An ``early`` result is
-        sent before the last steps, and no time limit ends the round then; ``unsent`` are sums of the round before.
+        If several processes drive the replica, the first of them checks the time limit, and all take the same steps. A
+        failed replica still takes part in the merge: its error is part of the result. It raises only if there is no
+        memory for the copy of the state that the merge needs.
         """
         self._read_error, limit = None, _IN_FLIGHT
-        if time_limit_ms is not None:
+        if given.time_limit_ms is not None:
             limit = min(_IN_FLIGHT, max(2, len(feed.steps) // 8))
-        is_late = self._time_limit(time_limit_ms, limit)
-        steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(pauses)
+        is_late, takes, early = self._time_limit(given.time_limit_ms, limit), given.takes, given.early
+        steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(given.pauses)
         try:
-            constants, carry = self.begin(local, index, merge_scale, takes)
-            if unsent is not None:
-                carry = with_sums(carry, unsent)
+            constants, carry = self.begin(local, given.index, given.merge_scale, takes)
+            if given.unsent is not None:
+                carry = with_sums(carry, given.unsent)
             known = self._programs.marked(local, takes) if takes else local
             clock = _Clock()
             batches = iter(self._padded(feed))
@@ -299,7 +299,7 @@ class Replica:
                 programs, taken, batch = self._executable(batch, (constants, carry))
                 if self.compilations != before:
                     clock.skip_compilation(began)
-                step = programs.measuring if steps < measured else programs.plain
+                step = programs.measuring if steps < given.measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
                 steps += feed.ends_step
                 rows += taken
@@ -320,7 +320,7 @@ class Replica:
         except Exception as error:
             carry = None  # frees what the steps have left
             alive = local._replace(params=revived(local.params), opt_state=revived(local.opt_state)) if takes else local
-            return self.idle(alive, takes)._replace(error=error)
+            return self.idle(alive, LocalRound(takes=takes))._replace(error=error)
 
     def _time_limit(self, limit_ms: float | None, in_flight: int) -> Callable[[_Clock, int], bool]:
         """Whether a round, by its clock and steps, is over its time limit; all processes of the replica agree."""
@@ -346,15 +346,13 @@ class Replica:
         found = (_round_memory(local, steps.measuring, rows, _IN_FLIGHT, takes) for steps, rows in compiled)
         return max(found, key=lambda one: one.fixed + one.of_rows)
 
-    def idle(
-        self, local: LocalState, takes: Sequence[str] = (), pauses: Sequence[Pause] = (), unsent: Any = None
-    ) -> LocalResult:
-        """The result of a round without steps; the arguments are those of :meth:`run`."""
-        _, carry = self.begin(local, 0, takes=takes)
+    def idle(self, local: LocalState, given: LocalRound = NO_ROUND) -> LocalResult:
+        """The result of a round without steps."""
+        _, carry = self.begin(local, 0, takes=given.takes)
         carry = self._programs.idle(local, carry)
-        for pause in pauses:
+        for pause in given.pauses:
             carry, _ = pause.apply(local, carry, 0)
-        return LocalResult(with_sums(carry, unsent), 0, 0.0)
+        return LocalResult(with_sums(carry, given.unsent), 0, 0.0)
 
     def _padded(self, feed: Feed) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.
@@ -442,7 +440,7 @@ def free_rates(
         for replica, local in zip(replicas, local_states, strict=True)
         if spans_processes(replica.placement)
     }
-    tried = {rank: replica.run(local, ReadyFeed(batches), 0) for rank, (replica, local) in spanning.items()}
+    tried = {rank: replica.run(local, ReadyFeed(batches)) for rank, (replica, local) in spanning.items()}
     error = next((result.error for result in tried.values() if result.error), None)
     group.raise_everywhere(error, replicas[0].rank, "the measurement of rates")
     times = {rank: result.wall_ms / len(batches) for rank, result in tried.items()}
@@ -460,7 +458,7 @@ def free_rates(
         else:  # at least one, however short the time
             rest = itertools.takewhile(lambda _: time.perf_counter() < until, ready)
             ready = itertools.chain(itertools.islice(ready, 1), rest)
-        result = replica.run(local, ReadyFeed(ready), 0)
+        result = replica.run(local, ReadyFeed(ready))
         if result.error:
             raise result.error
         return result.steps / result.wall_ms * 1e3

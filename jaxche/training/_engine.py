@@ -26,6 +26,7 @@ from jaxche.replicas import (
     EarlyResult,
     GroupPause,
     LocalResult,
+    LocalRound,
     LocalState,
     Merged,
     MergeInFlight,
@@ -375,25 +376,33 @@ class Engine:
         them, with the ``rows`` of these results, and what it lacks is returned too. The error of a merge in flight is
         raised: it ends the round.
         """
-        plan, limit_ms, takes = planned.plan, planned.time_limit_ms, self._takes(planned.given.donates)
+        plan, local_states, unsent = planned.plan, planned.state.local_states, planned.state.unsent
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
-        every_pauses, unsent = self._pauses(planned), planned.state.unsent
         early = [EarlyResult(planned.sent_after[rank]) for rank in self.ranks if planned.sent_after]
+        rounds = [
+            LocalRound(
+                plan.number(rank),
+                planned.scale._replace(stride=plan.total / max(plan.counts[rank], 1)),
+                measured[rank],
+                planned.time_limit_ms,
+                pauses,
+                self._takes(planned.given.donates),
+                early[index] if early else None,
+                unsent and unsent.sums[index],
+            )
+            for index, (rank, pauses) in enumerate(zip(self.ranks, self._pauses(planned), strict=True))
+        ]
 
         def without_steps(index: int) -> LocalResult:
-            local, own = planned.state.local_states[index], unsent and unsent.sums[index]
-            return self._replicas[index].idle(local, takes, every_pauses[index], own)
+            return self._replicas[index].idle(local_states[index], rounds[index])
 
         def run_one(index: int, feed: Feed) -> LocalResult:
-            replica, local, pauses = self._replicas[index], planned.state.local_states[index], every_pauses[index]
-            groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
+            groups = [pause for pause in rounds[index].pauses if isinstance(pause, GroupPause)]
             if not (feed.steps or groups):
                 return without_steps(index)
-            scale = planned.scale._replace(stride=plan.total / plan.counts[replica.rank])
-            number = plan.number(replica.rank)
-            more = early[index] if early else None, unsent and unsent.sums[index]
+            is_done = False
             try:
-                result = replica.run(local, feed, number, scale, limit_ms, measured[replica.rank], pauses, takes, *more)
+                result = self._replicas[index].run(local_states[index], feed, rounds[index])
                 is_done = result.error is None
             finally:
                 if groups and not is_done:

@@ -21,6 +21,7 @@ from jaxche.replicas import (
     Columns,
     DevicePlacement,
     LocalPrograms,
+    LocalRound,
     LocalState,
     Merge,
     OverlappedMerge,
@@ -181,7 +182,8 @@ class PreparedEngine(Engine):
 
     def _nothing_to_merge(self, local_states: Sequence[LocalState], takes: Sequence[str] = ()) -> tuple[Any, ...]:
         """The arguments of a merge that changes nothing."""
-        carries = [r.idle(local, takes).carry for r, local in zip(self._replicas, local_states, strict=True)]
+        pairs, given = zip(self._replicas, local_states, strict=True), LocalRound(takes=takes)
+        carries = [replica.idle(local, given).carry for replica, local in pairs]
         return self.fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS)))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:

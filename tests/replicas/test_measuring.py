@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.data import ReadyFeed
+from jaxche.replicas._replica import LocalRound
 from jaxche.replicas._scaling import Scaling
 from jaxche.scaling import effective_replicas, local_estimates, noise_scale, scale_learning_rate, update_from_estimates
 
@@ -148,7 +149,9 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
         costs = [step.cost_analysis() for step in (steps.measuring, getattr(steps.plain, "args", [steps.plain])[0])]
         work[scaling] = [(cost["flops"], cost["bytes accessed"]) for cost in costs]
         if scaling is not None and replicas == 2:
-            carry = trainer._engine._replicas[0].run(state.local_states[0], ReadyFeed(data), 0, measured=5).carry
+            carry = (
+                trainer._engine._replicas[0].run(state.local_states[0], ReadyFeed(data), LocalRound(measured=5)).carry
+            )
             sums = carry.tracked if average == "gradients" else carry.tracked["sums"]
             assert float(sums.contributors[0]) == 5
     for rule in RULES:

@@ -12,7 +12,7 @@ from jaxche.distributed import Group
 from jaxche.replicas import _replica
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import Carry, FrozenArrays, LocalPrograms, LocalState
-from jaxche.replicas._replica import Replica
+from jaxche.replicas._replica import LocalRound, Replica
 from jaxche.replicas._results import EarlyResult
 from jaxche.replicas._table import Columns
 from jaxche.training import PaceError
@@ -41,7 +41,7 @@ def test_lift_and_first_undo_each_other():
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_steps_stay_on_their_device_and_leave_the_start_alone(make, devices, average):
     replica, local = make(average)
-    result = replica.run(local, ReadyFeed([np.ones(4, np.float32)] * 3), 0)
+    result = replica.run(local, ReadyFeed([np.ones(4, np.float32)] * 3))
     assert result.error is None
     assert result.steps == 3
     assert {x.device for x in jax.tree.leaves(result.carry)} == {devices[3]}
@@ -76,7 +76,7 @@ def test_the_clock_waits_for_the_last_step(make, monkeypatch):
     replica.warm_up(local, batch)
     monkeypatch.setattr(_replica.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(jax, "block_until_ready", slow)
-    result = replica.run(local, ReadyFeed([batch] * 4), 0)
+    result = replica.run(local, ReadyFeed([batch] * 4))
     assert [type(one) for one in waited] == [Carry]
     assert np.array_equal(waited[0].params, result.carry.params)
     assert (result.steps, result.wall_ms) == (4, 1000.0)
@@ -100,7 +100,7 @@ def test_the_wait_for_a_merge_is_no_time_of_steps(make, monkeypatch):
             yield np.ones(4, np.float32)
 
     replica, local = make()
-    result = replica.run(local, ReadyFeed(batches()), 0, pauses=[Wait()])
+    result = replica.run(local, ReadyFeed(batches()), LocalRound(pauses=[Wait()]))
     assert result.error is None
     assert (result.steps, result.wall_ms) == (3, 250.0)
 
@@ -110,7 +110,7 @@ def test_a_late_replica_does_not_send_the_steps_that_it_leaves(make):
     batches = [np.ones(4, np.float32)] * 4
     for limit_ms, steps in ((1e-9, 1), (None, 4)):
         feed, early = Feed(SequenceReader(batches), [(Piece((0, i)),) for i in range(4)]), EarlyResult(1)
-        result = replica.run(local, feed, 0, time_limit_ms=limit_ms, early=early)
+        result = replica.run(local, feed, LocalRound(time_limit_ms=limit_ms, early=early))
         assert (result.error, result.steps, early.is_sent) == (None, steps, steps == 4)
 
 
@@ -134,7 +134,7 @@ def test_an_error_becomes_part_of_the_outcome(make):
         raise OSError("gone")
 
     replica, local = make()
-    result = replica.run(local, ReadyFeed(batches()), 0)
+    result = replica.run(local, ReadyFeed(batches()))
     assert isinstance(result.error, OSError)
     assert float(result.carry.params[0]) == 0.0  # as if no step had been taken
 
@@ -149,7 +149,7 @@ def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monk
         return begun(*args, **options)
 
     monkeypatch.setattr(replica, "begin", full_once)
-    result = replica.run(local, ReadyFeed([np.ones(2, np.float32)]), 0)
+    result = replica.run(local, ReadyFeed([np.ones(2, np.float32)]))
     assert isinstance(result.error, MemoryError)
     assert result.steps == 0
 
@@ -199,5 +199,5 @@ def test_a_step_slower_than_its_pace_is_refused(make):
 def test_a_new_shape_compiles_once(make):
     replica, local = make()
     for size in (2, 3, 2, 3, 3):
-        replica.run(local, ReadyFeed([np.ones(size, np.float32)]), 0)
+        replica.run(local, ReadyFeed([np.ones(size, np.float32)]))
     assert replica.compilations == 2

@@ -14,6 +14,7 @@ import pytest
 import jaxche
 from jaxche.cadence import ApplyPolicy
 from jaxche.data._batches import Feed
+from jaxche.replicas import LocalRound
 from jaxche.training._checks import check_whole_batches
 from jaxche.training._plan import GivenRound
 
@@ -369,7 +370,7 @@ def test_a_late_replica_leaves_its_next_batch_in_the_stream(devices, trained):
     (replica,), (local,) = trainer._engine._replicas, state.local_states
     (feed,) = reader.begin(trainer._plan(state, 100, given=GivenRound((9,))), state, [0], (9,))
     trained.clear()
-    result = replica.run(local, feed, 0, time_limit_ms=1e-9)
+    result = replica.run(local, feed, LocalRound(time_limit_ms=1e-9))
     assert (result.error, result.steps, ids(trained)) == (None, 1, [2] * 4)
     assert ids([np.asarray(reader._queue.take((0, 3))["id"])]) == [3] * 4
 
