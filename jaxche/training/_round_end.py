@@ -248,51 +248,48 @@ class RoundTimes(NamedTuple):
         return self._replace(clock_ms=clock_ms + late_ms, clock_merge_ms=merge_ms + late_ms)
 
 
-def round_times(
-    planned: PlannedRound,
-    table: RoundStatistics,
-    elapsed_ms: float,
-    exchange_ms: float,
-    fleet: VirtualFleet | None,
-    batch_size: int,
-    sent_bytes: int,
-    is_shared: bool,
+def measured_times(planned: PlannedRound, table: RoundStatistics, elapsed_ms: float, exchange_ms: float) -> RoundTimes:
+    """The times of a round that took ``elapsed_ms``, and its exchange before a merge ``exchange_ms``."""
+    # Replicas start a round together: the time beyond the slowest replica is that of the merge.
+    sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
+    return _round_times(planned, table, sync_ms, exchange_ms)
+
+
+def fleet_times(
+    planned: PlannedRound, table: RoundStatistics, fleet: VirtualFleet, batch_size: int, sent_bytes: int
 ) -> tuple[RoundStatistics, RoundTimes]:
-    """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet.
+    """The statistics and the times of a round on the clock of a virtual fleet.
 
-    ``exchange_ms`` is the measured duration of its exchange. ``batch_size`` is the number of examples in a whole batch,
-    and ``sent_bytes`` what a replica sends in the merge.
+    ``batch_size`` is the number of examples in a whole batch, and ``sent_bytes`` what a replica sends in the merge.
     """
-    in_flight, merge_ms, waited_ms, hidden_ms = planned.state.in_flight, None, 0.0, 0.0
-    if fleet is None:
-        # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-        sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
-    else:
-        table, merge_ms = _fleet_times(fleet, planned, table, batch_size, sent_bytes)
-        sync_ms = merge_ms
-    if in_flight:
-        overlapped = tuple(map(min, planned.overlapped, table.counts))
-        waited_ms = exposed_ms(table.busy_ms, table.counts, overlapped, in_flight.duration_ms)
-        hidden_ms = max(0.0, in_flight.duration_ms - waited_ms)
-    if fleet is not None and planned.overlap:
-        exchange_ms, sent = fleet.exchange_cost_ms, tuple(map(min, planned.sent_after or table.counts, table.counts))
-        sync_ms = waited_ms + exposed_exchange_ms(table.busy_ms, table.counts, sent, exchange_ms)
-    sync_ms = max(0.0, sync_ms) if len(table.counts) > 1 else 0.0
-    last_merge_ms = 0.0 if planned.overlap else sync_ms
-    group_ms = max(table.busy_ms) - max(table.wall_ms)
-    times = RoundTimes(sync_ms, hidden_ms, exchange_ms, last_merge_ms, merge_ms, group_ms)
-    return table, times.with_clock(planned.state, table, is_shared)
-
-
-def _fleet_times(
-    fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics, batch_size: int, sent_bytes: int
-) -> tuple[RoundStatistics, float]:
-    """The statistics with the times of the virtual fleet, and the time of its merge."""
     batches = table.examples / batch_size
     wall_ms, merge_ms = fleet.timings(table.counts, planned.plan.round, batches.tolist(), sent_bytes)
     groups, merges = planned.groups.ranks, planned.group_merges
     paused = paused_ms(groups, table.counts, wall_ms.tolist(), merges, fleet.group_sync_ms)
-    return table.with_times(wall_ms.tolist(), paused.tolist()), merge_ms
+    table = table.with_times(wall_ms.tolist(), paused.tolist())
+    sync_ms, exchange_ms = merge_ms, 0.0
+    if planned.overlap:
+        exchange_ms, sent = fleet.exchange_cost_ms, tuple(map(min, planned.sent_after or table.counts, table.counts))
+        exposed = exposed_exchange_ms(table.busy_ms, table.counts, sent, exchange_ms)
+        sync_ms = _waited_ms(planned, table) + exposed
+    return table, _round_times(planned, table, sync_ms, exchange_ms)._replace(merge_ms=merge_ms)
+
+
+def _waited_ms(planned: PlannedRound, table: RoundStatistics) -> float:
+    """The part of the merge in flight that was not hidden by the steps beside it."""
+    if (in_flight := planned.state.in_flight) is None:
+        return 0.0
+    overlapped = tuple(map(min, planned.overlapped, table.counts))
+    return exposed_ms(table.busy_ms, table.counts, overlapped, in_flight.duration_ms)
+
+
+def _round_times(planned: PlannedRound, table: RoundStatistics, sync_ms: float, exchange_ms: float) -> RoundTimes:
+    in_flight = planned.state.in_flight
+    hidden_ms = max(0.0, in_flight.duration_ms - _waited_ms(planned, table)) if in_flight else 0.0
+    sync_ms = max(0.0, sync_ms) if len(table.counts) > 1 else 0.0
+    last_merge_ms = 0.0 if planned.overlap else sync_ms
+    group_ms = max(table.busy_ms) - max(table.wall_ms)
+    return RoundTimes(sync_ms, hidden_ms, exchange_ms, last_merge_ms, group_ms=group_ms)
 
 
 def advance(

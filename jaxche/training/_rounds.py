@@ -57,9 +57,10 @@ from jaxche.training._round_end import (
     RoundStatistics,
     advance,
     errors_of,
+    fleet_times,
     host_rows,
+    measured_times,
     planned_weights,
-    round_times,
 )
 from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
@@ -275,10 +276,11 @@ class Rounds:
         table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop <= table.stop:  # the table has it; a signal may have raised it meanwhile
             self._stop = Stop.NO
-        sizes = engine.batch_size, engine.sent_bytes
-        measured_ms = elapsed_ms, merged.exchange_ms
-        table, times = round_times(planned, table, *measured_ms, settings.fleet, *sizes, self._has_peers)
-        after, info = advance(planned, merged, table, times)
+        if (fleet := settings.fleet) is None:
+            times = measured_times(planned, table, elapsed_ms, merged.exchange_ms)
+        else:
+            table, times = fleet_times(planned, table, fleet, engine.batch_size, engine.sent_bytes)
+        after, info = advance(planned, merged, table, times.with_clock(planned.state, table, self._has_peers))
         if unsent is not None and unsent.error and not self._has_peers:  # else the next round ends all processes
             raise unsent.error
         then = None
