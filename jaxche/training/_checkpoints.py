@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
@@ -27,8 +27,10 @@ from jaxche.checkpoints import (
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
 from jaxche.messages import whole_number
+from jaxche.replicas import LocalState, with_previous_gradient
 from jaxche.reports import Every, RoundInfo
 from jaxche.training._ema import with_ema_step
+from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
@@ -203,7 +205,7 @@ class CheckpointManager(Hook):
             )
         run.settles = self._every is None and self._config.every == 1
         # Not where "auto" has chosen overlap: it waits for merges then.
-        if self._trainer._local_engine.overlaps and run.settles and self._group.is_first:
+        if self._trainer._local_engines[0].overlaps and run.settles and self._group.is_first:
             _log.warning(
                 "a checkpoint waits for the merge before it, so with one after every round overlap= hides nothing; "
                 "write trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))"
@@ -351,7 +353,7 @@ class Restore:
             )
         # From here on processes run collectives.
         engine = self._trainer._engine
-        local_states = engine.with_previous_gradient(state_dict.load(found.trees, rows))
+        local_states = self._with_previous_gradient(engine, state_dict.load(found.trees, rows))
         differ = "opt_state" in state_dict.rows and rows.get("opt_state") == self._trainer.world_size
         state = with_metadata(replace(state, local_states=local_states, opt_states_differ=differ), meta)
         if "ema" in found.trees or self._trainer._settings.ema is None:
@@ -391,13 +393,30 @@ class Restore:
         """
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         found = [
-            engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
+            engine.state_dict(self._with_previous_gradient(engine, state.local_states, compares))
             for engine in self._trainer._local_engines
         ]
         for state_dict in found:
             if _has_residual_of(meta, state_dict):
                 return state_dict, meta["rows"]
         return found[0], {name: count for name, count in meta["rows"].items() if name != "residual"}
+
+    def _with_previous_gradient(
+        self, engine: Engine, local_states: Sequence[LocalState], compares: bool | None = None
+    ) -> tuple[LocalState, ...]:
+        """The local states with or without a previous gradient in their noise scale.
+
+        The default is what the steps need: a single replica compares successive gradients.
+        """
+        scaling = self._trainer._settings.scaling
+        if scaling is None or local_states[0].noise is None:
+            return tuple(local_states)
+        engine.lay_out(local_states)
+        compares = scaling.solo if compares is None else compares
+        return tuple(
+            local._replace(**placement.move({"noise": with_previous_gradient(local.noise, local.params, compares)}))
+            for _, placement, local in engine.here(local_states)
+        )
 
 
 def _has_residual_of(meta: Mapping[str, Any], state_dict: StateDict) -> bool:

@@ -48,7 +48,6 @@ from jaxche.replicas import (
     spans_processes,
     stepped_params,
     unsent_of,
-    with_previous_gradient,
     without_replica_axis,
     without_sums,
 )
@@ -127,171 +126,6 @@ class Engine:
         self._placements = [placement.with_layout(shapes) for placement in self._placements]
         idle = self._settings.overlap > 0 and self._settings.fleet is None  # whose merges run beside steps
         return ReplicaMesh(self._group, self._placements, self._settings.host, idle)
-
-    @property
-    def overlap(self) -> float:
-        """The part of a round that runs beside the merge of the round before it."""
-        return self._settings.overlap if self.overlaps else 0.0
-
-    def settle(self) -> None:
-        """Wait for a merge in flight, also for one of a state that was dropped."""
-        for merge in self._merges.values() if self.overlaps else ():
-            merge.wait()
-
-    @property
-    def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
-        """The processes of each rank that takes part now."""
-        return [self._settings.processes_of_ranks[one] for one in self.order]
-
-    def view(self, name: str, trees: Sequence[Any]) -> Any:
-        """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
-        return self._replica_mesh.stack([{name: tree} for tree in trees])[name]
-
-    @property
-    def merged_bytes(self) -> int:
-        """The bytes of the arrays that each replica adds to a merge."""
-        return 0 if self.world_size == 1 else nbytes(self._shapes)
-
-    @property
-    def can_exchange_early(self) -> bool:
-        """Whether the table of a round may be exchanged beside its last steps."""
-        return self.overlaps and self._merge.can_exchange_early
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes that each replica sends in a merge, once it is compiled."""
-        return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
-
-    def state_dict(self, local_states: Sequence[LocalState], differ: bool | None = None) -> StateDict:
-        """The state of these replicas, to save or to send to an admitted process.
-
-        ``differ`` is whether they have optimizer states of their own, which another engine may have left them. By
-        default it is whether those of a checkpoint may be, also of merges beside steps.
-        """
-        self._set_layout(without_replica_axis(local_states[0].params))
-        if differ is None:
-            differ = self.opt_states_differ(local_states[0]) or any(self._settings.overlaps)
-        own = ("model_state", "opt_state", "residual") if differ else ("model_state", "residual")
-        return StateDict(self._replica_mesh, own, self.world_size, self.fitted(local_states))
-
-    def opt_states_differ(self, local: LocalState) -> bool:
-        """Whether merges leave each replica an optimizer state of its own, or a part of one."""
-        if self._opt_states_differ is None:
-            opt_state = self._settings.opt_state
-            # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
-            differ = opt_state == "local" or (self._settings.wire != "float32" and opt_state == "average")
-            differ = differ or any(are_accumulators(local.opt_state))
-            # A reset leaves the rate of a plateau to its replica, and an injected one, which is that of its last step.
-            rates = *are_plateaus(local.opt_state), *are_hyperparams(local.opt_state)
-            differ = differ or (opt_state == "reset" and any(rates))
-            # The key of a replica that takes more steps is split more often, and numbers of its steps have no mean.
-            differ = differ or not all(map(is_merged, jax.tree.leaves(local.opt_state)))
-            is_empty = not jax.tree.leaves(local.opt_state)  # as of plain SGD
-            self._opt_states_differ = differ and not is_empty and self.average != "gradients"
-        return self._opt_states_differ
-
-    def keeps_opt_state(self, local: LocalState) -> bool:
-        """Whether each replica may keep its own optimizer state: no plateau, and no parameters that make steps."""
-        if self._keeps_opt_state is None:
-            has_params = stepped_params(self._settings.tx, without_replica_axis(local.params))
-            self._keeps_opt_state = not (has_params or any(are_plateaus(local.opt_state)))
-        return self._keeps_opt_state
-
-    def adopted(self, state: TrainerState) -> TrainerState:
-        """The state as this engine continues it, also if its last round was one of another engine or trainer."""
-        if state.in_flight is not None and not self.overlaps:
-            state = state.merged()
-        # Each replica would update its own parameters with states that differ, or keep its own counts.
-        if state.opt_states_differ and not self.opt_states_differ(state.local_states[0]):
-            local_states = self._with_mean_opt_state(state.local_states)
-            state = replace(state, local_states=local_states, opt_states_differ=False)
-        if state.che is not None and state.che.overlap != self.overlap:
-            state = replace(state, che=replace(state.che, overlap=self.overlap))
-        return state
-
-    def _with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
-        """The local states with the mean of the optimizer states of all replicas."""
-        self._set_layout(without_replica_axis(local_states[0].params))
-        state_dict = StateDict(self._replica_mesh, ("opt_state",), self.world_size, local_states)
-        with self._group.collective():
-            mean = state_dict.pooled()["opt_state"]
-            return jax.block_until_ready(state_dict.load({"opt_state": mean}, {}))
-
-    def fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
-        """The local states with residuals for this number of replicas."""
-        if self._settings.wire == "float32":
-            return tuple(local_states)
-        moments = self._coded_moments
-        return tuple(
-            local._replace(residual=fitted(local.residual, moments(local), self.world_size, self._placements[rank]))
-            for rank, local in zip(self.ranks, local_states, strict=True)
-        )
-
-    def _coded_moments(self, local: LocalState) -> list[Any]:
-        """The arrays of the optimizer's state that a merge sends as codes."""
-        return list(itertools.compress(jax.tree.leaves(local.opt_state), self._coded))
-
-    def with_previous_gradient(
-        self, local_states: Sequence[LocalState], compares: bool | None = None
-    ) -> tuple[LocalState, ...]:
-        """The local states with or without a previous gradient in their noise scale.
-
-        The default is what the steps need: a single replica compares successive gradients.
-        """
-        if self._settings.scaling is None or local_states[0].noise is None:
-            return tuple(local_states)
-        self._set_layout(without_replica_axis(local_states[0].params))
-        compares = self._settings.scaling.solo if compares is None else compares
-        noises = [{"noise": with_previous_gradient(local.noise, local.params, compares)} for local in local_states]
-        placements = [self._placements[rank] for rank in self.ranks]
-        return tuple(
-            local._replace(**placement.move(noise))
-            for local, placement, noise in zip(local_states, placements, noises, strict=True)
-        )
-
-    def check_state(self, local_states: Sequence[LocalState], any_tx: bool = False) -> None:
-        """Refuse the state of another trainer; with ``any_tx`` its optimizer may be another one."""
-        if len(local_states) != len(self.ranks):
-            raise ValueError(
-                f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
-                "state = trainer.init(other.params(state), other.model_state(state)), with the trainer it is of as "
-                "other"
-            )
-        if (views := local_states[0].views) and views.replica_mesh is self._replica_mesh:
-            return  # from a merge of this engine
-        for rank, placement, local in self.here(local_states):
-            own, other = set(placement.devices.flat), jax.tree.leaves(local.params)[0].sharding.device_set
-            if not other <= own:
-                raise ValueError(
-                    f"state is of a trainer whose replica {rank} is on {brief(sorted(other, key=str))}, and here it is "
-                    f"on {brief(sorted(own, key=str))}; write state = trainer.init(other.params(state), "
-                    "other.model_state(state)), with the trainer it is of as other"
-                )
-        form = jax.tree.structure(local_states[0])
-        if self._form is None or form != self._form:
-            check_trees(self._settings, local_states[0])
-            if not any_tx:
-                check_tx(self._settings, self._tx, local_states[0])
-                self._form = form
-
-    def measure_batches(self, reader: Reader, plan: RoundPlan) -> None:
-        """Take the size of a whole batch from this data, if it is not that of the round before.
-
-        Each process reads other batches of a sharded stream; the size that all planned with stays.
-        """
-        if reader is not self._sized_by and not reader.is_sharded:
-            self._sized_by = reader
-            # A batch that one process cannot read is refused in the round, by all processes together.
-            with contextlib.suppress(Exception):
-                self._measured(reader, plan)
-
-    def _measured(self, reader: Reader, plan: RoundPlan) -> Any:
-        """The first batch of the plan; measures a whole one."""
-        batch, whole = reader.samples(plan)
-        self._sized_by, self.batch_size = reader, batch_size(whole)
-        for replica in self._replicas:
-            replica.batch_rows = self.batch_size
-        return batch
 
     def start(self, planned: PlannedRound) -> list[Feed]:
         """Start to read a round, one feed for each local replica, and compile its programs before any clock starts."""
@@ -491,10 +325,128 @@ class Engine:
             carries = [without_sums(carry, before) for carry, before in sums]
         return self._merge.start(self.fitted(planned.starts), carries, rows, wall_ms, cost_ms, then)
 
+    def settle(self) -> None:
+        """Wait for a merge in flight, also for one of a state that was dropped."""
+        for merge in self._merges.values() if self.overlaps else ():
+            merge.wait()
+
     def free_run(self, local_states: Sequence[LocalState], batches: Sequence[Any], seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
+
+    def measure_batches(self, reader: Reader, plan: RoundPlan) -> None:
+        """Take the size of a whole batch from this data, if it is not that of the round before.
+
+        Each process reads other batches of a sharded stream; the size that all planned with stays.
+        """
+        if reader is not self._sized_by and not reader.is_sharded:
+            self._sized_by = reader
+            # A batch that one process cannot read is refused in the round, by all processes together.
+            with contextlib.suppress(Exception):
+                self._measured(reader, plan)
+
+    def _measured(self, reader: Reader, plan: RoundPlan) -> Any:
+        """The first batch of the plan; measures a whole one."""
+        batch, whole = reader.samples(plan)
+        self._sized_by, self.batch_size = reader, batch_size(whole)
+        for replica in self._replicas:
+            replica.batch_rows = self.batch_size
+        return batch
+
+    def check_state(self, local_states: Sequence[LocalState], any_tx: bool = False) -> None:
+        """Refuse the state of another trainer; with ``any_tx`` its optimizer may be another one."""
+        if len(local_states) != len(self.ranks):
+            raise ValueError(
+                f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
+                "state = trainer.init(other.params(state), other.model_state(state)), with the trainer it is of as "
+                "other"
+            )
+        if (views := local_states[0].views) and views.replica_mesh is self._replica_mesh:
+            return  # from a merge of this engine
+        for rank, placement, local in self.here(local_states):
+            own, other = set(placement.devices.flat), jax.tree.leaves(local.params)[0].sharding.device_set
+            if not other <= own:
+                raise ValueError(
+                    f"state is of a trainer whose replica {rank} is on {brief(sorted(other, key=str))}, and here it is "
+                    f"on {brief(sorted(own, key=str))}; write state = trainer.init(other.params(state), "
+                    "other.model_state(state)), with the trainer it is of as other"
+                )
+        form = jax.tree.structure(local_states[0])
+        if self._form is None or form != self._form:
+            check_trees(self._settings, local_states[0])
+            if not any_tx:
+                check_tx(self._settings, self._tx, local_states[0])
+                self._form = form
+
+    def adopted(self, state: TrainerState) -> TrainerState:
+        """The state as this engine continues it, also if its last round was one of another engine or trainer."""
+        if state.in_flight is not None and not self.overlaps:
+            state = state.merged()
+        # Each replica would update its own parameters with states that differ, or keep its own counts.
+        if state.opt_states_differ and not self.opt_states_differ(state.local_states[0]):
+            local_states = self._with_mean_opt_state(state.local_states)
+            state = replace(state, local_states=local_states, opt_states_differ=False)
+        if state.che is not None and state.che.overlap != self.overlap:
+            state = replace(state, che=replace(state.che, overlap=self.overlap))
+        return state
+
+    def _with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
+        """The local states with the mean of the optimizer states of all replicas."""
+        self._set_layout(without_replica_axis(local_states[0].params))
+        state_dict = StateDict(self._replica_mesh, ("opt_state",), self.world_size, local_states)
+        with self._group.collective():
+            mean = state_dict.pooled()["opt_state"]
+            return jax.block_until_ready(state_dict.load({"opt_state": mean}, {}))
+
+    def opt_states_differ(self, local: LocalState) -> bool:
+        """Whether merges leave each replica an optimizer state of its own, or a part of one."""
+        if self._opt_states_differ is None:
+            opt_state = self._settings.opt_state
+            # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
+            differ = opt_state == "local" or (self._settings.wire != "float32" and opt_state == "average")
+            differ = differ or any(are_accumulators(local.opt_state))
+            # A reset leaves the rate of a plateau to its replica, and an injected one, which is that of its last step.
+            rates = *are_plateaus(local.opt_state), *are_hyperparams(local.opt_state)
+            differ = differ or (opt_state == "reset" and any(rates))
+            # The key of a replica that takes more steps is split more often, and numbers of its steps have no mean.
+            differ = differ or not all(map(is_merged, jax.tree.leaves(local.opt_state)))
+            is_empty = not jax.tree.leaves(local.opt_state)  # as of plain SGD
+            self._opt_states_differ = differ and not is_empty and self.average != "gradients"
+        return self._opt_states_differ
+
+    def keeps_opt_state(self, local: LocalState) -> bool:
+        """Whether each replica may keep its own optimizer state: no plateau, and no parameters that make steps."""
+        if self._keeps_opt_state is None:
+            has_params = stepped_params(self._settings.tx, without_replica_axis(local.params))
+            self._keeps_opt_state = not (has_params or any(are_plateaus(local.opt_state)))
+        return self._keeps_opt_state
+
+    def fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
+        """The local states with residuals for this number of replicas."""
+        if self._settings.wire == "float32":
+            return tuple(local_states)
+        moments = self._coded_moments
+        return tuple(
+            local._replace(residual=fitted(local.residual, moments(local), self.world_size, self._placements[rank]))
+            for rank, local in zip(self.ranks, local_states, strict=True)
+        )
+
+    def _coded_moments(self, local: LocalState) -> list[Any]:
+        """The arrays of the optimizer's state that a merge sends as codes."""
+        return list(itertools.compress(jax.tree.leaves(local.opt_state), self._coded))
+
+    def state_dict(self, local_states: Sequence[LocalState], differ: bool | None = None) -> StateDict:
+        """The state of these replicas, to save or to send to an admitted process.
+
+        ``differ`` is whether they have optimizer states of their own, which another engine may have left them. By
+        default it is whether those of a checkpoint may be, also of merges beside steps.
+        """
+        self._set_layout(without_replica_axis(local_states[0].params))
+        if differ is None:
+            differ = self.opt_states_differ(local_states[0]) or any(self._settings.overlaps)
+        own = ("model_state", "opt_state", "residual") if differ else ("model_state", "residual")
+        return StateDict(self._replica_mesh, own, self.world_size, self.fitted(local_states))
 
     def lay_out(self, local_states: Sequence[LocalState]) -> None:
         """Lay out these states, to read and evaluate them."""
@@ -510,6 +462,35 @@ class Engine:
 
     # The tree of one replica without its leading axis.
     unreplicate = staticmethod(jax.jit(drop_replica_axis))
+
+    def view(self, name: str, trees: Sequence[Any]) -> Any:
+        """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
+        return self._replica_mesh.stack([{name: tree} for tree in trees])[name]
+
+    @property
+    def overlap(self) -> float:
+        """The part of a round that runs beside the merge of the round before it."""
+        return self._settings.overlap if self.overlaps else 0.0
+
+    @property
+    def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
+        """The processes of each rank that takes part now."""
+        return [self._settings.processes_of_ranks[one] for one in self.order]
+
+    @property
+    def merged_bytes(self) -> int:
+        """The bytes of the arrays that each replica adds to a merge."""
+        return 0 if self.world_size == 1 else nbytes(self._shapes)
+
+    @property
+    def can_exchange_early(self) -> bool:
+        """Whether the table of a round may be exchanged beside its last steps."""
+        return self.overlaps and self._merge.can_exchange_early
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that each replica sends in a merge, once it is compiled."""
+        return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
 
     @property
     def max_rows(self) -> Sequence[float]:

@@ -102,25 +102,17 @@ class Rounds:
         is_short = settings.scaling is not None or settings.outputs is not None
         self._solo_steps = SOLO_ROUND if is_short else None
         self._readers: dict[bool, Reader] = {}  # of the present stream, and of the present sequence
-        engine = (StagedEngine if settings.staged else PreparedEngine)(settings)
-        self._engine = self._local_engine = self._beside_engine = engine
-        self._engines = [engine]
+        self._engine = engine = (StagedEngine if settings.staged else PreparedEngine)(settings)
+        self._local_engines = [engine]
         if len(settings.overlaps) > 1:  # local steps that merge beside those of the next round
             beside = replace(settings, overlap=max(settings.overlaps), opt_state="local", host=True)
-            self._beside_engine = PreparedEngine(beside)
-            self._beside_engine.share_steps(engine)
-            self._engines.append(self._beside_engine)
-        self._local_engines = tuple(self._engines)
+            self._local_engines.append(PreparedEngine(beside))
+            self._local_engines[1].share_steps(engine)
+        self._engines = list(self._local_engines)
         if settings.chooses:  # the programs of exact sync beside those of local steps
             sync = replace(settings, average="gradients", merge="steps", overlap=0.0, overlaps=(0.0,))
-            self._sync_engine = PreparedEngine(sync)
-            self._engines.append(self._sync_engine)
+            self._engines.append(PreparedEngine(sync))
         self._metric_programs: list[Any] = []  # of the last evaluations
-
-    @property
-    def policy(self) -> ApplyPolicy:
-        """When replicas merge, as given."""
-        return self._settings.policy
 
     @short_traceback
     @jax.transfer_guard("allow")
@@ -157,94 +149,6 @@ class Rounds:
         """
         self.check_state(state, "trainer.round")
         return self._round(state, data, given=GivenRound(counts))
-
-    def _settled(self, state: TrainerState) -> TrainerState:
-        """The state that a round has returned, after its merge; all processes call this together.
-
-        Raises:
-          Exception: the error of a replica that failed after its table was sent; in other processes a RankError.
-          PeerLostError: the merge failed.
-        """
-        merged = state.merged()
-        if state.unsent is not None:
-            errors = zip(self._engine.ranks, state.unsent.errors, strict=True)
-            rank, error = next(((rank, error) for rank, error in errors if error is not None), (0, None))
-            self._group.raise_everywhere(error, rank, f"round {state.round - 1}")
-        return merged
-
-    def check_state(self, state: Any, call: str, any_tx: bool = False) -> None:
-        """Refuse a value that is not a state of this trainer, and a ``call`` within a trace or a context of JAX."""
-        check_untraced(call)
-        self._check_context_mesh(call)
-        self._engine.check_state(checked_state(state, call).local_states, any_tx)
-
-    def _check_context_mesh(self, call: str) -> None:
-        """Refuse a call under ``jax.set_mesh``, which is for programs on all devices of one mesh."""
-        if jax.sharding.get_abstract_mesh().empty:
-            return
-        # A single replica trains under its own mesh.
-        found, own = jax.sharding.get_mesh(), set(self._engine.devices[0].flat)
-        if self.world_size > 1 or set(found.devices.flat) != own or self._engine.mesh not in (None, found):
-            raise ValueError(
-                f"{call} was called under jax.set_mesh(...), on whose mesh all programs would run, and each replica "
-                f"has devices and a mesh of its own; write {call}(...) outside of it"
-            )
-
-    def request_stop(self, stop: Stop = Stop.ASKED) -> None:
-        """Ask all processes to stop after the next round; its merge carries the request."""
-        self._stop = max(self._stop, stop)
-
-    def reset_requests(self) -> None:
-        """Discard requests to stop and to admit processes."""
-        self._stop = Stop.NO
-        if self._membership:
-            self._membership.reset()
-
-    @property
-    def world_size(self) -> int:
-        """The number of replicas, in an elastic run of those that take part now."""
-        return self._engine.world_size
-
-    @property
-    def memory(self) -> list[dict[str, int]]:
-        """Bytes that the steps of a round need on a device of each replica, beside what your own variables hold.
-
-        One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
-        The merge follows the steps, when activations are free. Under exact sync it makes a new state beside the old,
-        unless a fit has ``donate=True``.
-        """
-        return self._engine.memory
-
-    @property
-    def local_ranks(self) -> list[int]:
-        """The ranks of the replicas of this process."""
-        return self._engine.ranks
-
-    @property
-    def compilations(self) -> int:
-        """The number of batch shapes that steps were compiled for, over the replicas of this process.
-
-        Other counts never compile again.
-        """
-        replicas = {replica for engine in self._engines for replica in engine.replicas}  # two engines may share them
-        return sum(replica.compilations for replica in replicas)
-
-    @property
-    def _rules(self) -> PlanRules:
-        """The rules of the next plan; an elastic run changes the number of replicas."""
-        joined = self.world_size if self._settings.chooses else self._settings.joined
-        newcomers = self._membership.newcomers if self._membership else ()
-        unit, ema = self._settings.unit, self._settings.ema
-        return PlanRules(self.policy, self.world_size, joined, unit, self._solo_steps, newcomers, ema)
-
-    def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
-        """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
-        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
-        return self._settings.fingerprint | {
-            "jax": jax.__version__,
-            "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
-            "batches": str(plan.epoch_size),
-        }
 
     @hang_timeout()
     @_without_debug_nans()
@@ -299,29 +203,6 @@ class Rounds:
             settings.outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return after, info
 
-    def _reader(self, data: Any) -> Reader:
-        """The reader of this data; that of other data of its kind, a sequence or a stream, is closed."""
-        for reader in self._readers.values():
-            if reader.data is data:
-                return reader
-        settings, kind = self._settings, is_stream(data)
-        checked_epoch_size(settings, data)
-        reader = self._readers.get(kind)
-        if reader is None or not is_same(reader.data, data):
-            if reader is not None:
-                reader.close()
-            streams = settings.group, settings.processes_of_ranks
-            reader = StreamReader(data, as_stream(data), *streams) if kind else SequenceReader(data)
-            self._readers[kind] = reader
-        elif isinstance(reader, StreamReader):
-            reader.go_on_with(data)
-        return reader
-
-    def _wait_for_reads(self) -> None:
-        """Wait until the batches of a sequence that were requested are read."""
-        if isinstance(reader := self._readers.get(False), SequenceReader):
-            reader.wait()
-
     def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
         """The next round, with its programs compiled."""
         state = self._with_own_choices(state, given)
@@ -358,14 +239,6 @@ class Rounds:
             opt_states_differ=engine.opt_states_differ(state.local_states[0]),
         )
 
-    def _overlaps(self, state: TrainerState, given: GivenRound = PLANNED) -> tuple[float, ...]:
-        """The parts of a round that may run beside a merge of local steps, among which ``"auto"`` chooses."""
-        overlaps = self._settings.overlaps
-        if len(overlaps) == 1:
-            return overlaps
-        is_free = not (given.donates or given.settles) and self._engine.keeps_opt_state(state.local_states[0])
-        return overlaps if is_free else overlaps[:1]
-
     def _with_own_choices(self, state: TrainerState, given: GivenRound = PLANNED) -> TrainerState:
         """The state without the choices of a trainer with other arguments, and with those that this one makes."""
         first = self._first_choice
@@ -380,14 +253,22 @@ class Rounds:
             return state
         return replace(state, choice=choice, wire=wire, row_shares=shares)
 
+    def _overlaps(self, state: TrainerState, given: GivenRound = PLANNED) -> tuple[float, ...]:
+        """The parts of a round that may run beside a merge of local steps, among which ``"auto"`` chooses."""
+        overlaps = self._settings.overlaps
+        if len(overlaps) == 1:
+            return overlaps
+        is_free = not (given.donates or given.settles) and self._engine.keeps_opt_state(state.local_states[0])
+        return overlaps if is_free else overlaps[:1]
+
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
         before = self._engine
         if self._settings.chooses:
             is_beside = state.choice is not None and state.choice.overlap
-            self._engine = self._beside_engine if is_beside else self._local_engine
+            self._engine = self._local_engines[-1 if is_beside else 0]
             if self._rules.policy_of(state) is ApplyPolicy.SYNC:
-                self._engine = self._sync_engine
+                self._engine = self._engines[-1]
         if self._engine is not before:
             before.settle()  # one program with collectives is in flight at a time, and another wire has one of its own
         if state.wire is not None and self._engine.average == "parameters":
@@ -424,12 +305,29 @@ class Rounds:
             return given_plan(state, size, self._rules, given)
         return next_plan(state, size, self._rules, end, self._engine.batch_size)
 
+    @property
+    def _rules(self) -> PlanRules:
+        """The rules of the next plan; an elastic run changes the number of replicas."""
+        joined = self.world_size if self._settings.chooses else self._settings.joined
+        newcomers = self._membership.newcomers if self._membership else ()
+        unit, ema = self._settings.unit, self._settings.ema
+        return PlanRules(self.policy, self.world_size, joined, unit, self._solo_steps, newcomers, ema)
+
     def _merge_scale(self, plan: RoundPlan) -> MergeScale:
         """The scale of a merge of the planned steps, for the rule of the learning rate."""
         if self._settings.scaling is None:
             return MergeScale()
         weights, alpha = planned_weights(self._settings.merge, plan, plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
+
+    def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
+        """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
+        return self._settings.fingerprint | {
+            "jax": jax.__version__,
+            "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
+            "batches": str(plan.epoch_size),
+        }
 
     def _read_ahead(self, planned: PlannedRound, end: End | None, feeds: Sequence[Feed]) -> None:
         """Read the first batches of the next rounds after those of this one; they follow if it goes as planned."""
@@ -488,6 +386,105 @@ class Rounds:
         if self._group.is_first:
             line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
             _log.warning(line, che.limit)
+
+    def _settled(self, state: TrainerState) -> TrainerState:
+        """The state that a round has returned, after its merge; all processes call this together.
+
+        Raises:
+          Exception: the error of a replica that failed after its table was sent; in other processes a RankError.
+          PeerLostError: the merge failed.
+        """
+        merged = state.merged()
+        if state.unsent is not None:
+            errors = zip(self._engine.ranks, state.unsent.errors, strict=True)
+            rank, error = next(((rank, error) for rank, error in errors if error is not None), (0, None))
+            self._group.raise_everywhere(error, rank, f"round {state.round - 1}")
+        return merged
+
+    def _reader(self, data: Any) -> Reader:
+        """The reader of this data; that of other data of its kind, a sequence or a stream, is closed."""
+        for reader in self._readers.values():
+            if reader.data is data:
+                return reader
+        settings, kind = self._settings, is_stream(data)
+        checked_epoch_size(settings, data)
+        reader = self._readers.get(kind)
+        if reader is None or not is_same(reader.data, data):
+            if reader is not None:
+                reader.close()
+            streams = settings.group, settings.processes_of_ranks
+            reader = StreamReader(data, as_stream(data), *streams) if kind else SequenceReader(data)
+            self._readers[kind] = reader
+        elif isinstance(reader, StreamReader):
+            reader.go_on_with(data)
+        return reader
+
+    def _wait_for_reads(self) -> None:
+        """Wait until the batches of a sequence that were requested are read."""
+        if isinstance(reader := self._readers.get(False), SequenceReader):
+            reader.wait()
+
+    def check_state(self, state: Any, call: str, any_tx: bool = False) -> None:
+        """Refuse a value that is not a state of this trainer, and a ``call`` within a trace or a context of JAX."""
+        check_untraced(call)
+        self._check_context_mesh(call)
+        self._engine.check_state(checked_state(state, call).local_states, any_tx)
+
+    def _check_context_mesh(self, call: str) -> None:
+        """Refuse a call under ``jax.set_mesh``, which is for programs on all devices of one mesh."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return
+        # A single replica trains under its own mesh.
+        found, own = jax.sharding.get_mesh(), set(self._engine.devices[0].flat)
+        if self.world_size > 1 or set(found.devices.flat) != own or self._engine.mesh not in (None, found):
+            raise ValueError(
+                f"{call} was called under jax.set_mesh(...), on whose mesh all programs would run, and each replica "
+                f"has devices and a mesh of its own; write {call}(...) outside of it"
+            )
+
+    def request_stop(self, stop: Stop = Stop.ASKED) -> None:
+        """Ask all processes to stop after the next round; its merge carries the request."""
+        self._stop = max(self._stop, stop)
+
+    def reset_requests(self) -> None:
+        """Discard requests to stop and to admit processes."""
+        self._stop = Stop.NO
+        if self._membership:
+            self._membership.reset()
+
+    @property
+    def policy(self) -> ApplyPolicy:
+        """When replicas merge, as given."""
+        return self._settings.policy
+
+    @property
+    def world_size(self) -> int:
+        """The number of replicas, in an elastic run of those that take part now."""
+        return self._engine.world_size
+
+    @property
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes that the steps of a round need on a device of each replica, beside what your own variables hold.
+
+        One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
+        The merge follows the steps, when activations are free. Under exact sync it makes a new state beside the old,
+        unless a fit has ``donate=True``.
+        """
+        return self._engine.memory
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The ranks of the replicas of this process."""
+        return self._engine.ranks
+
+    @property
+    def compilations(self) -> int:
+        """The number of batch shapes that steps were compiled for, over the replicas of this process.
+
+        Other counts never compile again.
+        """
+        replicas = {replica for engine in self._engines for replica in engine.replicas}  # two engines may share them
+        return sum(replica.compilations for replica in replicas)
 
 
 def check_untraced(call: str) -> None:

@@ -50,7 +50,7 @@ def test_local_steps_share_batches(large, devices):
     # From the first one on their length follows from what merges cost, which exact sync has shown.
     assert all(min(info.counts) == max(info.counts) > 5 for info in local[:2])
     assert {info.shares for info in local[:2]} == {(6, 6, 3, 1)}
-    rows = {rows for replica in one._local_engine._replicas for _, rows in replica._executables.values()}
+    rows = {rows for replica in one._local_engines[0]._replicas for _, rows in replica._executables.values()}
     assert 16 not in rows  # no step on a whole batch is compiled
 
 
@@ -125,7 +125,7 @@ def test_waiting_and_overlapped_rounds_have_the_same_compiled_steps(large, devic
         choice = jaxche.cadence.Choice(ApplyPolicy.CADENCE, overlap=overlap)
         state, info = one.round(replace(state, choice=choice), large.data, [2, 2, 1, 1])
         assert info.overlap == overlap
-    assert list(map(id, one._beside_engine.replicas)) == list(map(id, one._local_engine.replicas))
+    assert list(map(id, one._local_engines[1].replicas)) == list(map(id, one._local_engines[0].replicas))
     waiting.round(waiting.init(large.params), large.data, [2, 2, 1, 1])
     assert one.compilations == waiting.compilations
 
@@ -389,7 +389,7 @@ def test_an_interrupt_in_the_first_round_of_another_kind_leaves_a_whole_checkpoi
     state, _ = fit(whole, large, epochs=1)
     one, saves = trainer(large, devices, ms=(20, 50)), {"checkpoints": Checkpoints(tmp_path, every=1000)}
     first, _ = one.round(one.init(large.params), large.data)  # in exact sync too
-    monkeypatch.setattr(one._sync_engine, "start", interrupt)
+    monkeypatch.setattr(one._engines[-1], "start", interrupt)
     part, _ = one.fit(first, large.data, epochs=1, progress=False, **saves)
     assert (part.round, part.opt_states_differ, part.choice.is_local) == (2, True, False)
     rounds, other = [], trainer(large, devices, ms=(20, 50))

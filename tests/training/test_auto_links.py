@@ -208,7 +208,7 @@ def test_merges_that_checkpoints_wait_for_are_measured_too(trainer, large, tmp_p
     state, history = fit(one, large, epochs=1, checkpoints=Checkpoints(tmp_path, every=1))
     assert state.choice.since > 0
     fleet = one._settings.fleet
-    merge_ms, exchange_ms = fleet.merge_ms(one._local_engine.sent_bytes), fleet.sync_ms
+    merge_ms, exchange_ms = fleet.merge_ms(one._local_engines[0].sent_bytes), fleet.sync_ms
     assert state.che.sync_samples == pytest.approx([merge_ms] * len(state.che.sync_samples))
     assert state.che.exchange_samples == pytest.approx([exchange_ms] * len(state.che.exchange_samples))
     assert not any(info.overlapped for info in history)

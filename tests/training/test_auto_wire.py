@@ -191,7 +191,7 @@ def test_a_merge_in_flight_ends_before_another_engine_takes_a_wire(problem, devi
 
     state = next_round(next_round(one.init(problem.params), 0.0, "float32"), 0.5, "int4")
     assert state.in_flight is not None
-    notes(one._beside_engine, "settle")
-    notes(one._local_engine, "_warm_up_merge")
+    notes(one._local_engines[1], "settle")
+    notes(one._local_engines[0], "_warm_up_merge")
     next_round(state, 0.0, "int4")
     assert calls == ["settle", "_warm_up_merge"]
