@@ -27,6 +27,9 @@ from jaxche.replicas._opt_state import update_in_round as update_in_round
 from jaxche.replicas._overlap import Correction as Correction
 from jaxche.replicas._overlap import MergeInFlight as MergeInFlight
 from jaxche.replicas._overlap import OverlappedMerge as OverlappedMerge
+from jaxche.replicas._packing import marked as marked
+from jaxche.replicas._packing import with_large as with_large
+from jaxche.replicas._packing import without_large as without_large
 from jaxche.replicas._placement import TREES as TREES
 from jaxche.replicas._placement import BatchPlacement as BatchPlacement
 from jaxche.replicas._placement import Begin as Begin
@@ -76,9 +79,6 @@ from jaxche.replicas._table import ROW_MODULUS as ROW_MODULUS
 from jaxche.replicas._table import SUMS as SUMS
 from jaxche.replicas._table import Columns as Columns
 from jaxche.replicas._table import HostColumns as HostColumns
-from jaxche.replicas._taken import marked as marked
-from jaxche.replicas._taken import with_large as with_large
-from jaxche.replicas._taken import without_large as without_large
 
 # For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.
 __all__ = ["BatchOutputs", "MergeMismatchError", "PaceError"]

@@ -33,13 +33,12 @@ from jaxche.replicas._opt_state import (
     counts_of,
     select_counts,
 )
-from jaxche.replicas._packing import Packing, packings
+from jaxche.replicas._packing import Packing, marked, packings
 from jaxche.replicas._placement import add_replica_axis, drop_replica_axis, without_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh, own_row
 from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._table import HOST_COLUMNS, NOT_FINITE
-from jaxche.replicas._taken import marked
 from jaxche.scaling import with_extra_args
 
 _COUNT, _BATCHES, _ACCUMULATED = map(HOST_COLUMNS.index, ("count", "batches", "accumulated"))

@@ -16,11 +16,10 @@ from jax import lax
 from jaxche.averaging import add_weighted, is_float, zero_sums
 from jaxche.replicas._compilation import Compilations
 from jaxche.replicas._opt_state import are_schedules, counts_of, update_in_round
-from jaxche.replicas._packing import SMALL_BYTES, Deferred, Packed, Packing
+from jaxche.replicas._packing import SMALL_BYTES, Deferred, Packed, Packing, marked, with_large, without_large
 from jaxche.replicas._placement import TREES, DevicePlacement, Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._table import Columns
-from jaxche.replicas._taken import marked, with_large, without_large
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Loss, as_loss, batch_size, mean_of
 

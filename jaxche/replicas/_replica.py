@@ -16,12 +16,12 @@ import numpy as np
 from jaxche.data import Feed, Key, ReadyFeed
 from jaxche.distributed import Group
 from jaxche.replicas._group_merge import Pause
+from jaxche.replicas._packing import revived
 from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.replicas._results import BatchOutputs, EarlyResult, LocalResult, of_step, with_sums
 from jaxche.replicas._scaling import MergeScale
 from jaxche.replicas._table import MetricsError
-from jaxche.replicas._taken import revived
 from jaxche.sharding import batch_size, check_numbers, nbytes_per_device
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold

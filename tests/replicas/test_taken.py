@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxche.replicas import marked, with_large, without_large
+from jaxche.replicas._packing import revived
 from jaxche.replicas._programs import stayed_finite
-from jaxche.replicas._taken import revived
 
 LARGE = (1, 128, 129)
 
