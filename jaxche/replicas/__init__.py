@@ -25,8 +25,10 @@ from jaxche.replicas._opt_state import is_merged as is_merged
 from jaxche.replicas._opt_state import stepped_params as stepped_params
 from jaxche.replicas._opt_state import update_in_round as update_in_round
 from jaxche.replicas._overlap import Correction as Correction
+from jaxche.replicas._overlap import Exchanged as Exchanged
 from jaxche.replicas._overlap import MergeInFlight as MergeInFlight
 from jaxche.replicas._overlap import OverlappedMerge as OverlappedMerge
+from jaxche.replicas._overlap import ToExchange as ToExchange
 from jaxche.replicas._packing import marked as marked
 from jaxche.replicas._packing import with_large as with_large
 from jaxche.replicas._packing import without_large as without_large

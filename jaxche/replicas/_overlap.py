@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._opt_state import are_accumulators, are_schedules, counts_of, with_counts
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
-from jaxche.replicas._results import EarlyResult, LocalResult, split_sums
+from jaxche.replicas._results import split_sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +98,10 @@ def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_s
     return jax.tree.map(lambda x, c: (x.astype(c.dtype) + c).astype(x.dtype), params, moved), newest
 
 
+# The local states after the last merge, the carries of this round, and the rows of its table, of the local replicas.
+ToExchange: TypeAlias = tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]
+
+
 class Exchanged(NamedTuple):
     """The exchange of a table: the table, the counts of each replica of this process, and how long it took."""
 
@@ -134,7 +138,6 @@ class OverlappedMerge:
         self._numbers = jax.jit(mapped, out_shardings=(counts, NamedSharding(replica_mesh.mesh, P())))
         self._pool = Threads(1, thread_name_prefix="jaxche-merge") if in_background else None
         self._last: Future[Any] | None = None
-        self._early: Callable[[], Exchanged] | None = None
 
     @property
     def nbytes(self) -> int | None:
@@ -145,7 +148,7 @@ class OverlappedMerge:
         self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
     ) -> Merged:
         """Exchange the table, then merge, and wait for both."""
-        self.exchange(starts, carries, rows)
+        self.exchange(lambda: (starts, carries, rows))()
         merged = self._merge(starts, self._copied(carries), rows)
         for local, carry, one in zip(starts, self._copied(carries), merged.local_states, strict=True):
             split_sums(carry, 0)  # compiles this, and what follows, before any clock starts
@@ -156,7 +159,7 @@ class OverlappedMerge:
         self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
     ) -> None:
         """Compile the programs and connect the processes; see :meth:`Merge.prepare`."""
-        self.exchange(starts, carries, rows)
+        self.exchange(lambda: (starts, carries, rows))()
         self._merge.prepare(starts, carries, rows)
         for carry in carries:
             split_sums(carry, 0)
@@ -166,40 +169,16 @@ class OverlappedMerge:
         if self._last is not None:
             wait([self._last])
 
-    def exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Exchanged:
-        """Exchange the table of the round; ``starts`` are the local states after the last merge."""
-        self.wait()
-        return self._exchange(starts, carries, rows)
+    def exchange(self, ready: Callable[[], ToExchange]) -> Callable[[], Exchanged]:
+        """Begin to exchange the table of the round, once all replicas of this process are ``ready``.
 
-    def exchange_early(
-        self,
-        starts: Callable[[], Sequence[LocalState]],
-        early: Sequence[EarlyResult],
-        running: Sequence[Future[LocalResult]],
-        rows: Callable[[Sequence[LocalResult]], np.ndarray],
-    ) -> None:
-        """Begin to exchange the table, once all ``running`` replicas of this process have sent results.
-
-        On the thread, or without one in :meth:`exchanged_early`.
+        On the thread, after a merge that is in flight; returns a function that waits for the end. Without a thread that
+        function makes the exchange.
         """
-        for one, future in zip(early, running, strict=True):
-            future.add_done_callback(one.ends)
-
-        def exchange() -> Exchanged:
-            results = [one.result() for one in early]
-            return self._exchange(starts(), [result.carry for result in results], rows(results))
-
         if self._pool is None:
-            self._early = exchange
-        else:
-            self._last = future = self._pool.submit(exchange)
-            self._early = future.result
-
-    def exchanged_early(self) -> Exchanged:
-        """Wait for the exchange that :meth:`exchange_early` began."""
-        early, self._early = self._early, None
-        assert early is not None
-        return early()
+            return lambda: self._exchange(*ready())
+        self._last = future = self._pool.submit(lambda: self._exchange(*ready()))
+        return future.result
 
     def _exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Exchanged:
         stack = self._replica_mesh.stack
@@ -243,7 +222,7 @@ class OverlappedMerge:
         cost_ms: float | None,
         then: Callable[[Sequence[LocalState]], tuple[LocalState, ...]] | None = None,
     ) -> MergeInFlight:
-        """Begin to merge; the arguments are those of :meth:`exchange`, and of :class:`MergeInFlight`.
+        """Begin to merge; the first arguments are those of an exchange, the next ones of :class:`MergeInFlight`.
 
         ``then`` makes the local states of the result from the merged ones.
         """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxche.replicas import (
     Correction,
     DevicePlacement,
     EarlyResult,
+    Exchanged,
     GroupPause,
     LocalResult,
     LocalRound,
@@ -34,6 +35,7 @@ from jaxche.replicas import (
     Placement,
     Replica,
     ReplicaMesh,
+    ToExchange,
     Unsent,
     are_accumulators,
     are_coded,
@@ -61,6 +63,14 @@ from jaxche.training._state_dict import StateDict
 
 # No limit; unlike infinity it is valid JSON.
 MOST_ROWS = 2.0**40
+
+
+class Ran(NamedTuple):
+    """What the local steps of a round have left."""
+
+    results: list[LocalResult]  # of each local replica
+    unsent: Unsent | None = None  # what the table lacks, if it is exchanged beside the last steps
+    exchanged: Callable[[], Exchanged] | None = None  # waits for that
 
 
 class Engine:
@@ -203,29 +213,16 @@ class Engine:
         feeds: Sequence[Feed],
         rows: Callable[[Sequence[LocalResult]], np.ndarray],
         meanwhile: Callable[[], None],
-    ) -> tuple[list[LocalResult], Unsent | None]:
+    ) -> Ran:
         """Run the local steps of a round on all local replicas at once; results hold the errors of failed replicas.
 
-        ``meanwhile`` is called while they run. If results are sent before the last steps, the table is exchanged beside
-        them, with the ``rows`` of these results, and what it lacks is returned too. The error of a merge in flight is
-        raised: it ends the round.
+        ``meanwhile`` is called while they run. If results are sent before the last steps, the exchange of the table is
+        begun beside them, with the ``rows`` of these results. The error of a merge in flight is raised: it ends the
+        round.
         """
-        plan, local_states, unsent = planned.plan, planned.state.local_states, planned.state.unsent
-        measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
+        local_states = planned.state.local_states
         early = [EarlyResult(planned.sent_after[rank]) for rank in self.ranks if planned.sent_after]
-        rounds = [
-            LocalRound(
-                plan.number(rank),
-                planned.scale._replace(stride=plan.total / max(plan.counts[rank], 1)),
-                measured[rank],
-                planned.time_limit_ms,
-                pauses,
-                self._takes(planned.given.donates),
-                early[index] if early else None,
-                unsent and unsent.sums[index],
-            )
-            for index, (rank, pauses) in enumerate(zip(self.ranks, self._pauses(planned), strict=True))
-        ]
+        rounds = self._local_rounds(planned, early)
 
         def without_steps(index: int) -> LocalResult:
             return self._replicas[index].idle(local_states[index], rounds[index])
@@ -247,12 +244,17 @@ class Engine:
                 result = result._replace(group_ms=1e3 * groups[0].merge.waited_s[groups[0].member])
             return result
 
+        def ready() -> ToExchange:
+            sent = [one.result() for one in early]
+            return planned.starts, [result.carry for result in sent], rows(sent)
+
         running: list[Future[LocalResult]] = []
         try:
             for index, feed in enumerate(feeds):
                 running.append(self._pool.submit(run_one, index, feed))
-            if early:
-                self._merge.exchange_early(lambda: planned.starts, early, running, rows)
+            for one, future in zip(early, running, strict=False):
+                future.add_done_callback(one.ends)
+            exchanged = self._merge.exchange(ready) if early else None
             meanwhile()
             results = [one.result() for one in running]
         except BaseException:
@@ -265,7 +267,7 @@ class Engine:
         if planned.state.in_flight is not None:
             planned.state.in_flight.result()
         if not early:
-            return results, None
+            return Ran(results)
         last = tuple(planned.batches(rank)[n:] for rank, n in enumerate(planned.sent_after))
 
         def not_finite(index: int, steps: int) -> Exception:
@@ -273,7 +275,25 @@ class Engine:
             what = f"the loss, a gradient, a parameter or a state of rank {rank} became NaN or infinite"
             return non_finite_error(planned, {rank: steps}, what, rank)
 
-        return unsent_of(early, results, last, self.columns, without_steps, not_finite)
+        return Ran(*unsent_of(early, results, last, self.columns, without_steps, not_finite), exchanged)
+
+    def _local_rounds(self, planned: PlannedRound, early: Sequence[EarlyResult]) -> list[LocalRound]:
+        """What each local replica is given for the round."""
+        plan, scaling, unsent = planned.plan, self._settings.scaling, planned.state.unsent
+        measured = plan.counts if scaling is None else scaling.measured_steps(plan)
+        return [
+            LocalRound(
+                index=plan.number(rank),
+                merge_scale=planned.scale._replace(stride=plan.total / max(plan.counts[rank], 1)),
+                measured=measured[rank],
+                time_limit_ms=planned.time_limit_ms,
+                pauses=pauses,
+                takes=self._takes(planned.given.donates),
+                early=early[place] if early else None,
+                unsent=unsent and unsent.sums[place],
+            )
+            for place, (rank, pauses) in enumerate(zip(self.ranks, self._pauses(planned), strict=True))
+        ]
 
     def _pauses(self, planned: PlannedRound) -> list[list[Correction | GroupPause]]:
         """Where each local replica pauses in a round: for the merge in flight, and to merge with its group."""
@@ -291,7 +311,7 @@ class Engine:
     def merge(
         self,
         planned: PlannedRound,
-        results: Sequence[LocalResult],
+        ran: Ran,
         rows: Callable[[Sequence[LocalResult]], np.ndarray],
     ) -> Merged:
         """Merge the local replicas with those of all processes; ``rows`` makes the rows of the table.
@@ -299,14 +319,11 @@ class Engine:
         With ``overlap=`` only their table is exchanged, with the numbers of the merge that was in flight;
         :meth:`start_merge` begins the merge itself.
         """
-        carries, in_flight = [result.carry for result in results], planned.state.in_flight
+        carries, in_flight = [result.carry for result in ran.results], planned.state.in_flight
         if not self.overlaps:
-            return self._merge(self.fitted(planned.starts), carries, rows(results), planned.given.donates)
-        if planned.sent_after:
-            exchanged = self._merge.exchanged_early()
-        else:
-            exchanged = self._merge.exchange(planned.starts, carries, rows(results))
-        ended = self._merge.ended(planned.starts, carries, exchanged)
+            return self._merge(self.fitted(planned.starts), carries, rows(ran.results), planned.given.donates)
+        exchanged = ran.exchanged or self._merge.exchange(lambda: (planned.starts, carries, rows(ran.results)))
+        ended = self._merge.ended(planned.starts, carries, exchanged())
         return ended if in_flight is None else in_flight.seen_by(ended)
 
     def start_merge(

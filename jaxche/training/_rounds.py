@@ -168,10 +168,11 @@ class Rounds:
             prepare_ms = max(engine.compile_ms for engine in self._engines)
             return host_rows(planned, engine.ranks, results, self._stop, prepare_ms)
 
-        results, unsent = engine.run(planned, feeds, rows, lambda: self._read_ahead(planned, end, feeds))
+        ran = engine.run(planned, feeds, rows, lambda: self._read_ahead(planned, end, feeds))
+        results, unsent = ran.results, ran.unsent
         if self._membership:
             self._membership.poll()
-        merged = engine.merge(planned, results, rows)
+        merged = engine.merge(planned, ran, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         if self._rules.newcomers:  # the others may have waited for their state, which is no time of a merge
             elapsed_ms = 0.0
