@@ -38,7 +38,6 @@ class GroupMerge:
         # The parameters of each member at the start of the round, for corrections; merged by the first merge.
         self._starts: list[Any] = [None] * size
         self._merges = 0
-        self.waited_s = [0.0] * size  # of each member, in all its merges
 
     def join(self, member: int, start: Any, carry: Carry, steps: int) -> Carry:
         """The merged carry of this member, on its own devices; waits for all members.
@@ -92,9 +91,7 @@ class GroupPause(NamedTuple):
         jax.block_until_ready(carry)  # steps that are under way are no wait
         clock = time.perf_counter()
         carry = jax.block_until_ready(self.merge.join(self.member, local.params, carry, steps))
-        waited_s = time.perf_counter() - clock
-        self.merge.waited_s[self.member] += waited_s
-        return carry, waited_s
+        return carry, time.perf_counter() - clock
 
 
 # The result of a merge, which a replica takes in between two steps of a round.

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxche.data import Feed, Key, ReadyFeed
 from jaxche.distributed import Group
-from jaxche.replicas._group_merge import Pause
+from jaxche.replicas._group_merge import GroupPause, Pause
 from jaxche.replicas._packing import revived
 from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
@@ -266,7 +266,7 @@ class Replica:
         if given.time_limit_ms is not None:
             limit = min(_IN_FLIGHT, max(2, len(feed.steps) // 8))
         is_late, takes, early = self._time_limit(given.time_limit_ms, limit), given.takes, given.early
-        steps, rows, in_flight, pauses = 0, 0, _InFlight(limit), list(given.pauses)
+        steps, rows, group_s, in_flight, pauses = 0, 0, 0.0, _InFlight(limit), list(given.pauses)
         try:
             constants, carry = self.begin(local, given.index, given.merge_scale, takes)
             if given.unsent is not None:
@@ -276,8 +276,8 @@ class Replica:
             batches = iter(self._padded(feed))
 
             def so_far(carry: Carry, wall_ms: float) -> LocalResult:
-                compile_ms = 1e3 * clock.compiled_s
-                return LocalResult(carry, steps, wall_ms, compile_ms=compile_ms, divided=feed.divided, rows=rows)
+                group_ms, compile_ms = 1e3 * group_s, 1e3 * clock.compiled_s
+                return LocalResult(carry, steps, wall_ms, None, (), group_ms, compile_ms, feed.divided, rows)
 
             while True:
                 is_due = early is not None and steps == early.after and not early.is_sent
@@ -290,8 +290,10 @@ class Replica:
                     carry = early.send(carry, feed, so_far(carry, 1e3 * clock.seconds))
                 batch = _NO_BATCH if is_over else next(batches, _NO_BATCH)
                 while pauses and (batch is _NO_BATCH or steps >= pauses[0].after):
-                    carry, waited_s = pauses.pop(0).apply(local, carry, steps)
+                    pause = pauses.pop(0)
+                    carry, waited_s = pause.apply(local, carry, steps)
                     clock.skip(waited_s)
+                    group_s += waited_s if isinstance(pause, GroupPause) else 0.0
                 if batch is _NO_BATCH:
                     break
                 self._taken = feed.taken

@@ -240,8 +240,6 @@ class Engine:
                     groups[0].merge.leave()
             if result.error is not None:
                 feed.stop()
-            if groups:
-                result = result._replace(group_ms=1e3 * groups[0].merge.waited_s[groups[0].member])
             return result
 
         def ready() -> ToExchange:
