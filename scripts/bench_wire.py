@@ -33,6 +33,7 @@ import jaxche
 from jaxche.averaging._wire import decode, encode, mean_of_rows
 from jaxche.cli import _tasks
 from jaxche.replicas._coded_merge import agreement
+from jaxche.replicas._merge import ToMerge
 from jaxche.replicas._table import HOST_COLUMNS
 
 
@@ -138,7 +139,7 @@ def merge_ms(size: int, wire: str, tx: optax.GradientTransformation, times: int 
     merge, local_states = engine._merge, engine.fitted(state.local_states)
     for _ in range(times):
         carries = [one.idle(local).carry for one, local in zip(engine._replicas, local_states, strict=True)]
-        arguments = merge.arguments(local_states, carries, np.ones((2, len(HOST_COLUMNS)), np.float32))
+        arguments = merge.arguments(ToMerge(local_states, carries, np.ones((2, len(HOST_COLUMNS)), np.float32)))
         jax.block_until_ready(arguments)
         clock = time.process_time()
         jax.block_until_ready(merge._program(*arguments))

@@ -11,6 +11,7 @@ from jaxche.replicas._merge import Merge as Merge
 from jaxche.replicas._merge import Merged as Merged
 from jaxche.replicas._merge import MergeMismatchError
 from jaxche.replicas._merge import SingleReplica as SingleReplica
+from jaxche.replicas._merge import ToMerge as ToMerge
 from jaxche.replicas._merge_program import TINY_WEIGHT as TINY_WEIGHT
 from jaxche.replicas._merge_program import MergeRules as MergeRules
 from jaxche.replicas._merge_program import Report as Report
@@ -28,7 +29,6 @@ from jaxche.replicas._overlap import Correction as Correction
 from jaxche.replicas._overlap import Exchanged as Exchanged
 from jaxche.replicas._overlap import MergeInFlight as MergeInFlight
 from jaxche.replicas._overlap import OverlappedMerge as OverlappedMerge
-from jaxche.replicas._overlap import ToExchange as ToExchange
 from jaxche.replicas._packing import marked as marked
 from jaxche.replicas._packing import with_large as with_large
 from jaxche.replicas._packing import without_large as without_large

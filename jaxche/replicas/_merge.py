@@ -44,6 +44,14 @@ class MergeMismatchError(RuntimeError):
     """
 
 
+class ToMerge(NamedTuple):
+    """The local replicas at the end of a round, for the merge."""
+
+    starts: Sequence[LocalState]  # after the last merge
+    carries: Sequence[Carry]
+    rows: np.ndarray  # of the table, [local replicas, HOST_COLUMNS]
+
+
 class Merged(NamedTuple):
     """The result of a merge; all but the local states is equal on every host."""
 
@@ -112,21 +120,20 @@ class Merge:
         self._donating = jit(donate_argnums=0) if self._takes_starts else self._program
         self.takes = ("opt_state",) if average == "parameters" and "opt_state" not in self._common else ()
 
-    def __call__(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
-    ) -> Merged:
+    def __call__(self, given: ToMerge, donates: bool = False) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
 
-        ``starts`` and ``carries`` are those of each local replica; ``rows`` are ``[local replicas, HOST_COLUMNS]``.
-        With ``donates`` the starts are not kept.
+        With ``donates`` the states at the start of the round are not kept.
         """
-        arguments = self._compiled_for(starts, carries, rows, donates)
+        arguments = self._compiled_for(given, donates)
         with self._replica_mesh.collective():
             merged, table, report = (self._donating if donates else self._program)(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, (report, scaled) = reduce_rows(np.asarray(table)), _from_vector(report)
         if donates and self._takes_starts:
-            free([start._replace(ema=None) for start in starts], kept=[])  # of accelerators that merge on the host
+            free(
+                [start._replace(ema=None) for start in given.starts], kept=[]
+            )  # of accelerators that merge on the host
         if not report.agreed:
             kept = "" if donates else ", and the state before it is intact. Continue from it, or from a checkpoint"
             raise MergeMismatchError(
@@ -134,7 +141,7 @@ class Merge:
                 f"way, or their machines compute differently. The round was not merged{kept}; if it happens again, "
                 "write wire='float32'"
             )
-        made = zip(starts, carries, self._parts(merged), strict=True)
+        made = zip(given.starts, given.carries, self._parts(merged), strict=True)
         local_states = tuple(self._next(*one) for one in made)
         if self._replica_mesh.keeps_buffers:
             names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
@@ -143,28 +150,24 @@ class Merge:
                 local.views = views
         return Merged(local_states, table, report, scaled, self.nbytes or 0)
 
-    def prepare(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
-    ) -> None:
+    def prepare(self, given: ToMerge, donates: bool = False) -> None:
         """Compile the program and connect the processes, without the transfer of a merge."""
-        arguments = self._compiled_for(starts, carries, rows, donates)
+        arguments = self._compiled_for(given, donates)
         (self._donating if donates else self._program).lower(*arguments).compile()
         self._replica_mesh.connect()
 
-    def _compiled_for(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool
-    ) -> tuple[Any, ...]:
+    def _compiled_for(self, given: ToMerge, donates: bool) -> tuple[Any, ...]:
         """The arguments of the program, which is compiled for them."""
-        arguments = self.arguments(starts, carries, rows)
+        arguments = self.arguments(given)
         if self.nbytes is None:
             program = self._donating if donates else self._program
             self._replica_mesh.compile_everywhere(program, arguments)
             self.nbytes = sent_bytes(program.trace(*arguments).jaxpr)
         return arguments
 
-    def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
+    def arguments(self, given: ToMerge) -> tuple[Any, ...]:
         """The arguments of the program."""
-        stack = self._replica_mesh.stack
+        (starts, carries, rows), stack = given, self._replica_mesh.stack
         # Not donated, because no result has these shapes.
         measured = [carry.measured for carry in carries]
         known = self._views_of(starts)
@@ -240,15 +243,11 @@ class SingleReplica:
         self._group = group
         self._spans, self._scaling = spans_processes(placement), scaling
 
-    def prepare(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
-    ) -> None:
+    def prepare(self, given: ToMerge, donates: bool = False) -> None:
         """Nothing to compile or to connect."""
 
-    def __call__(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
-    ) -> Merged:
-        (start,), (carry,) = starts, carries
+    def __call__(self, given: ToMerge, donates: bool = False) -> Merged:
+        (start,), (carry,), rows = given
         if self._spans:
             # The processes of the replica stop and fail together.
             rows = reduce_rows(np.stack(self._group.all_gather(rows.tolist()), axis=1))

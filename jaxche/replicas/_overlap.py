@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import change, is_float
 from jaxche.data import Threads, called_now
-from jaxche.replicas._merge import Merge, Merged, reduce_rows
+from jaxche.replicas._merge import Merge, Merged, ToMerge, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._opt_state import are_accumulators, are_schedules, counts_of, with_counts
 from jaxche.replicas._programs import Carry, LocalState
@@ -98,10 +98,6 @@ def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_s
     return jax.tree.map(lambda x, c: (x.astype(c.dtype) + c).astype(x.dtype), params, moved), newest
 
 
-# The local states after the last merge, the carries of this round, and the rows of its table, of the local replicas.
-ToExchange: TypeAlias = tuple[Sequence[LocalState], Sequence[Carry], np.ndarray]
-
-
 class Exchanged(NamedTuple):
     """The exchange of a table: the table, the counts of each replica of this process, and how long it took."""
 
@@ -144,24 +140,20 @@ class OverlappedMerge:
         """The bytes that each replica sends in a merge, once it is compiled."""
         return self._merge.nbytes
 
-    def __call__(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
-    ) -> Merged:
+    def __call__(self, given: ToMerge, donates: bool = False) -> Merged:
         """Exchange the table, then merge, and wait for both."""
-        self.exchange(lambda: (starts, carries, rows))()
-        merged = self._merge(starts, self._copied(carries), rows)
-        for local, carry, one in zip(starts, self._copied(carries), merged.local_states, strict=True):
+        self.exchange(lambda: given)()
+        merged = self._merge(self._copied(given))
+        for local, carry, one in zip(given.starts, self._copied(given).carries, merged.local_states, strict=True):
             split_sums(carry, 0)  # compiles this, and what follows, before any clock starts
             corrected(local, carry, one)
         return merged
 
-    def prepare(
-        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, donates: bool = False
-    ) -> None:
+    def prepare(self, given: ToMerge, donates: bool = False) -> None:
         """Compile the programs and connect the processes; see :meth:`Merge.prepare`."""
-        self.exchange(lambda: (starts, carries, rows))()
-        self._merge.prepare(starts, carries, rows)
-        for carry in carries:
+        self.exchange(lambda: given)()
+        self._merge.prepare(given)
+        for carry in given.carries:
             split_sums(carry, 0)
 
     def wait(self) -> None:
@@ -169,19 +161,19 @@ class OverlappedMerge:
         if self._last is not None:
             wait([self._last])
 
-    def exchange(self, ready: Callable[[], ToExchange]) -> Callable[[], Exchanged]:
+    def exchange(self, ready: Callable[[], ToMerge]) -> Callable[[], Exchanged]:
         """Begin to exchange the table of the round, once all replicas of this process are ``ready``.
 
         On the thread, after a merge that is in flight; returns a function that waits for the end. Without a thread that
         function makes the exchange.
         """
         if self._pool is None:
-            return lambda: self._exchange(*ready())
-        self._last = future = self._pool.submit(lambda: self._exchange(*ready()))
+            return lambda: self._exchange(ready())
+        self._last = future = self._pool.submit(lambda: self._exchange(ready()))
         return future.result
 
-    def _exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Exchanged:
-        stack = self._replica_mesh.stack
+    def _exchange(self, given: ToMerge) -> Exchanged:
+        (starts, carries, rows), stack = given, self._replica_mesh.stack
         measured = [carry.measured for carry in carries]
         before: list[dict[str, Any]] = [{} for _ in starts]
         if self._has_schedules:
@@ -215,14 +207,12 @@ class OverlappedMerge:
 
     def start(
         self,
-        starts: Sequence[LocalState],
-        carries: Sequence[Carry],
-        rows: np.ndarray,
+        given: ToMerge,
         wall_ms: float,
         cost_ms: float | None,
         then: Callable[[Sequence[LocalState]], tuple[LocalState, ...]] | None = None,
     ) -> MergeInFlight:
-        """Begin to merge; the first arguments are those of an exchange, the next ones of :class:`MergeInFlight`.
+        """Begin to merge; times are those of :class:`MergeInFlight`.
 
         ``then`` makes the local states of the result from the merged ones.
         """
@@ -230,14 +220,15 @@ class OverlappedMerge:
         def merge() -> tuple[Merged, float]:
             clock = time.perf_counter()
             # On CPU devices beside those of the replicas it takes copies already.
-            merged = self._merge(starts, carries if self._pool else self._copied(carries), rows)
+            merged = self._merge(given if self._pool else self._copied(given))
             took_ms = 1e3 * (time.perf_counter() - clock)
             return merged if then is None else merged._replace(local_states=then(merged.local_states)), took_ms
 
         self._last = called_now(merge) if self._pool is None else self._pool.submit(merge)
         return MergeInFlight(wall_ms, cost_ms, self._last)
 
-    def _copied(self, carries: Sequence[Carry]) -> list[Carry]:
+    def _copied(self, given: ToMerge) -> ToMerge:
         """Copies of carries for a merge, which takes their buffers: the replicas continue with the carries."""
-        sent = [{name: getattr(carry, name) for name in self._merge.sent} for carry in carries]
-        return [carry._replace(**jax.tree.map(jnp.copy, own)) for carry, own in zip(carries, sent, strict=True)]
+        sent = [{name: getattr(carry, name) for name in self._merge.sent} for carry in given.carries]
+        pairs = zip(given.carries, sent, strict=True)
+        return given._replace(carries=[carry._replace(**jax.tree.map(jnp.copy, own)) for carry, own in pairs])

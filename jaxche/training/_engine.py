@@ -35,7 +35,7 @@ from jaxche.replicas import (
     Placement,
     Replica,
     ReplicaMesh,
-    ToExchange,
+    ToMerge,
     Unsent,
     are_accumulators,
     are_coded,
@@ -242,9 +242,9 @@ class Engine:
                 feed.stop()
             return result
 
-        def ready() -> ToExchange:
+        def ready() -> ToMerge:
             sent = [one.result() for one in early]
-            return planned.starts, [result.carry for result in sent], rows(sent)
+            return ToMerge(planned.starts, [result.carry for result in sent], rows(sent))
 
         running: list[Future[LocalResult]] = []
         try:
@@ -319,8 +319,11 @@ class Engine:
         """
         carries, in_flight = [result.carry for result in ran.results], planned.state.in_flight
         if not self.overlaps:
-            return self._merge(self.fitted(planned.starts), carries, rows(ran.results), planned.given.donates)
-        exchanged = ran.exchanged or self._merge.exchange(lambda: (planned.starts, carries, rows(ran.results)))
+            given = ToMerge(self.fitted(planned.starts), carries, rows(ran.results))
+            return self._merge(given, planned.given.donates)
+        exchanged = ran.exchanged
+        if exchanged is None:
+            exchanged = self._merge.exchange(lambda: ToMerge(planned.starts, carries, rows(ran.results)))
         ended = self._merge.ended(planned.starts, carries, exchanged())
         return ended if in_flight is None else in_flight.seen_by(ended)
 
@@ -338,7 +341,8 @@ class Engine:
         if planned.state.unsent is not None:  # sums of the round before, which are no weights of this one
             sums = zip(carries, planned.state.unsent.sums, strict=True)
             carries = [without_sums(carry, before) for carry, before in sums]
-        return self._merge.start(self.fitted(planned.starts), carries, rows, wall_ms, cost_ms, then)
+        given = ToMerge(self.fitted(planned.starts), carries, rows)
+        return self._merge.start(given, wall_ms, cost_ms, then)
 
     def settle(self) -> None:
         """Wait for a merge in flight, also for one of a state that was dropped."""

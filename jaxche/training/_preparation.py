@@ -29,6 +29,7 @@ from jaxche.replicas import (
     Programs,
     Replica,
     SingleReplica,
+    ToMerge,
     add_replica_axis,
     check_rows,
     merge_carries,
@@ -113,7 +114,7 @@ class PreparedEngine(Engine):
         """Compile the merge of the ranks of :meth:`arrange`, and connect them; all processes call it together."""
         if self._replicas:
             self._share_resources()
-            self._merge.prepare(*self._nothing_to_merge(local_states))
+            self._merge.prepare(self._nothing_to_merge(local_states))
 
     def prepare(
         self,
@@ -164,7 +165,7 @@ class PreparedEngine(Engine):
         self._own_resources = self._resources(local_states, takes)
         self._share_resources()
         if self.world_size > 1 and donates:
-            self._merge.prepare(*self._nothing_to_merge(local_states, takes), donates=True)
+            self._merge.prepare(self._nothing_to_merge(local_states, takes), donates=True)
         elif self.world_size > 1:
             self._warm_up_merge(local_states)
         for group in self._local_groups:  # compile before any clock starts
@@ -178,13 +179,13 @@ class PreparedEngine(Engine):
         return joined[0] if joined else batch
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
-        self._merge(*self._nothing_to_merge(local_states))
+        self._merge(self._nothing_to_merge(local_states))
 
-    def _nothing_to_merge(self, local_states: Sequence[LocalState], takes: Sequence[str] = ()) -> tuple[Any, ...]:
-        """The arguments of a merge that changes nothing."""
+    def _nothing_to_merge(self, local_states: Sequence[LocalState], takes: Sequence[str] = ()) -> ToMerge:
+        """What a merge that changes nothing is given."""
         pairs, given = zip(self._replicas, local_states, strict=True), LocalRound(takes=takes)
         carries = [replica.idle(local, given).carry for replica, local in pairs]
-        return self.fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS)))
+        return ToMerge(self.fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         """Make the local replicas and the merge; returns the constants of the loss."""

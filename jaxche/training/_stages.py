@@ -29,6 +29,7 @@ from jaxche.replicas import (
     ReplicaMesh,
     Report,
     Steps,
+    ToMerge,
     add_replica_axis,
     are_schedules,
     check_local_devices,
@@ -332,30 +333,24 @@ class StageMerge:
         """The bytes that each replica sends, all its stages together."""
         return sum(merge.nbytes or 0 for merge in self._merges.values())
 
-    def prepare(
-        self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray, donates: bool = False
-    ) -> None:
+    def prepare(self, given: ToMerge, donates: bool = False) -> None:
         """Compile the merges and connect the processes; see :meth:`Merge.prepare`."""
         for s, merge in self._merges.items():
-            merge.prepare(*self._of_stage(s, starts, carries), rows, donates)
+            merge.prepare(self._of_stage(s, given), donates)
 
-    def _of_stage(
-        self, stage: int, starts: Sequence[LocalState], carries: Sequence[Any]
-    ) -> tuple[list[LocalState], list[Carry]]:
+    def _of_stage(self, stage: int, given: ToMerge) -> ToMerge:
         # The last stage counts the examples, and the merge of each stage needs them for its weights.
         own = [
             _stage_of(carry, stage)._replace(**jax.device_put(carry.measured, devices[stage]))
-            for carry, devices in zip(carries, self._devices, strict=True)
+            for carry, devices in zip(given.carries, self._devices, strict=True)
         ]
-        return [_stage_of(start, stage) for start in starts], own
+        return given._replace(starts=[_stage_of(start, stage) for start in given.starts], carries=own)
 
-    def __call__(
-        self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray, donates: bool = False
-    ) -> Merged:
+    def __call__(self, given: ToMerge, donates: bool = False) -> Merged:
         """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
-        merged = {s: merge(*self._of_stage(s, starts, carries), rows, donates) for s, merge in self._merges.items()}
+        merged = {s: merge(self._of_stage(s, given), donates) for s, merge in self._merges.items()}
         local_states = []
-        for i, start in enumerate(starts):
+        for i, start in enumerate(given.starts):
             stages = [
                 merged[s].local_states[i] if s in merged else _stage_of(start, s) for s in range(len(start.params))
             ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxche.replicas import HOST_COLUMNS
+from jaxche.replicas import HOST_COLUMNS, ToMerge
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,7 @@ def merge_arguments():
         engine = trainer._engine
         local_states = engine.fitted(state.local_states)
         carries = [r.idle(local).carry for r, local in zip(engine._replicas, local_states, strict=True)]
-        return engine._merge.arguments(local_states, carries, np.zeros((len(carries), len(HOST_COLUMNS)), np.float32))
+        rows = np.zeros((len(carries), len(HOST_COLUMNS)), np.float32)
+        return engine._merge.arguments(ToMerge(local_states, carries, rows))
 
     return arguments

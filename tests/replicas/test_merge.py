@@ -12,7 +12,7 @@ import jaxche
 from jaxche.cadence import DivergenceCorrection, RoundPlan
 from jaxche.data import SequenceReader
 from jaxche.distributed import Group
-from jaxche.replicas._merge import reduce_rows
+from jaxche.replicas._merge import ToMerge, reduce_rows
 from jaxche.replicas._merge_program import _fednova_step
 from jaxche.replicas._table import HOST_COLUMNS, Columns
 from jaxche.training import PlanMismatchError, TrainerState
@@ -210,7 +210,7 @@ def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_fin
     sums = jax.device_put(carries[0].sums.at[0, 0].set(16.0), devices[0]), jnp.zeros_like(carries[1].sums)
     carries = [carry._replace(sums=own) for carry, own in zip(carries, sums, strict=True)]
     reached = jax.tree.map(np.array, ends[0])
-    merged = merge(start.local_states, carries, rows)
+    merged = merge(ToMerge(start.local_states, carries, rows))
     for name in names:
         for row in merged.local_states:
             for x, y in zip(jax.tree.leaves(getattr(row, name)), jax.tree.leaves(reached[name]), strict=True):
