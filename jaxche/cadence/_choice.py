@@ -284,7 +284,7 @@ def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = (
     """
     active = [rank for rank, takes_part in enumerate(choice.active) if takes_part]
     ms = [che.ms_per_batch[rank] for rank in active]
-    wanted = [max(1, round(che.round_ms / one)) for one in ms]
+    wanted = [round(max(che.round_ms, *ms) / one) for one in ms]  # the slowest takes a step
     if len(active) == 1:
         cost = MergeCost.of(che.sync_samples, che.exchange_samples, che.overlap)
         number = alone_batches(cost, ms[0])

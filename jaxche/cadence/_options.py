@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class LocalCosts(NamedTuple):
         """The share of the time in which replicas take local steps on whole batches, T / (T + C)."""
         return round_ms / (round_ms + self.merge.added_ms(round_ms))
 
-    def worth(self, round_ms: float, tau_ms: float) -> float:
+    def worth(self, round_ms: Any, tau_ms: float) -> Any:
         """The progress of local steps beside merges, relative to steps that wait for them, 0.96 / (1 + f T / τ)."""
         overlap = self.merge.overlap
         return _BESIDE / (1 + overlap * round_ms / tau_ms) if overlap else 1.0
@@ -79,7 +79,7 @@ def options(
 
     sync:     k^0.75 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
     cadence:  0.93 k^0.75 / T_k · R D / (1 + (T / T₀)²),   T₀ = 0.65 τ / (ρ √N),   steps share k batches
-    cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+    cadence:  N^-0.25 · Σ v_i · R D / (1 + T / τ),   T ≈ √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     R = T / (T + C) is the share of the time that is not spent on merges; with overlap C is what a merge adds, and
     D = 0.96 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
@@ -137,17 +137,28 @@ def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: LocalCosts) -> 
 
 
 def whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
-    """Local steps on whole batches, by the fastest replica, by the two fastest, and so on to all."""
+    """Local steps on whole batches, by the fastest replica, by the two fastest, and so on to all.
+
+    A round has whole steps of the slowest of them: about as many as in the best length, or as many as hide a merge.
+    """
     order, fast, (merge, tau) = np.argsort(ms, kind="stable"), float(ms.min()), costs
-    speed = 1 / ms[order]
+    slow = ms[order]
+    speed = 1 / slow
     summed = np.cumsum(speed)  # of the m fastest, and so are all arrays
-    length = max(best_round_ms(merge, tau), fast)
     alike = summed**2 / np.cumsum(speed**2)
-    rates = summed * costs.rate(length)
-    progress = rates * alike ** (_AT_ONCE - 1) / (1 + length / tau) * costs.worth(length, tau) * fast
-    alone = alone_batches(merge, fast) * fast
-    lengths = [alone] + [length] * (len(ms) - 1)
-    rates[0] = speed[0] * costs.rate(alone)
+    steps = max(best_round_ms(merge, tau), fast) / slow
+    numbers = [np.floor(steps), np.ceil(steps)]
+    if merge.overlap:
+        numbers.append(np.ceil(np.ceil(merge.ms / slow) / merge.overlap))
+    numbers = np.maximum(1, numbers)
+    walls = numbers * slow
+    rate = walls / (walls + merge.added_to_steps(numbers, slow))
+    worths = rate * alike ** (_AT_ONCE - 1) / (1 + walls / tau) * costs.worth(walls, tau)
+    best = worths.argmax(0), np.arange(len(ms))
+    rates, lengths = summed * rate[best], walls[best].tolist()
+    progress = summed * worths[best] * fast
+    lengths[0] = alone_batches(merge, fast) * fast
+    rates[0] = speed[0] * costs.rate(lengths[0])
     progress[0] = rates[0] * fast
     active = [*map(tuple, (np.argsort(order) <= np.arange(len(ms))[:, None]).tolist())]
     active[-1] = ()  # all of them

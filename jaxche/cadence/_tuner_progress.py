@@ -67,7 +67,7 @@ class MergeCost(NamedTuple):
         sent = sent_after(wall_ms, counts, beside, self.exchange_ms)
         return added + exposed_exchange_ms(wall_ms, counts, sent, self.exchange_ms)
 
-    def added_to_steps(self, numbers: np.ndarray, step_ms: float) -> np.ndarray:
+    def added_to_steps(self, numbers: np.ndarray, step_ms: float | np.ndarray) -> np.ndarray:
         """The time that it adds to rounds of these numbers of steps, as :meth:`added_to` of equal replicas."""
         beside = np.floor(self.overlap * numbers)
         after = np.minimum(np.ceil(_SPARE * self.exchange_ms / step_ms), numbers - np.maximum(1, beside))

@@ -299,11 +299,9 @@ def test_merges_beside_steps_cost_what_is_not_hidden():
         [one for one in options(shares, shares.cuts(BATCH), BATCH, 30.0, [each]) if all(one.active) and not one.joined]
         for each in (costs, overlapped)
     )
-    # √(30 · 1000) ms, and as long as hides a merge.
-    assert (waiting.round_ms, beside.round_ms) == (pytest.approx(30e3**0.5), 60.0)
-    assert beside.progress / waiting.progress == pytest.approx(
-        (173.2 + 30) / 173.2 * (1 + 173.2 / 1e3) / (1 + 60 / 1e3) * 0.96 / (1 + 0.5 * 60 / 1e3), rel=1e-3
-    )
+    # Two steps of the slowest replica: about √(30 · 1000) ms, and with one of them beside it a merge is hidden.
+    assert (waiting.round_ms, beside.round_ms) == (160.0, 160.0)
+    assert beside.progress / waiting.progress == pytest.approx((160 + 30) / 160 * 0.96 / (1 + 0.5 * 160 / 1e3))
     # So it is for steps that share a batch, with their own τ.
     speed, rows = 1 / np.array([20, 20, 40, 80]), shares.cuts(BATCH)[1].rows
     tau = 1e3 / more_steps(speed, 1)
@@ -336,13 +334,27 @@ def test_the_fastest_devices_are_options_one_after_the_other(overlap):
     alone, *several = found
     assert alone.round_ms == alone_batches(costs.merge, 20.0) * 20.0
     assert alone.progress == pytest.approx(costs.rate(alone.round_ms))
-    length = 60.0 if overlap else 30e3**0.5
-    for one, speeds in zip(several, [(50, 50), (50, 50, 25), (50, 50, 25, 12.5)], strict=True):
+    # Whole steps of the slowest of them: as long as hides a merge, or about √(30 · 1000) ms.
+    lengths = (80.0, 80.0, 160.0) if overlap else (180.0, 160.0, 160.0)
+    for one, speeds, length in zip(several, [(50, 50), (50, 50, 25), (50, 50, 25, 12.5)], lengths, strict=True):
         assert one.round_ms == pytest.approx(length)
         rate = sum(speeds) * costs.rate(length)
         worth = effective_ranks(speeds) ** -0.25 / (1 + length / 1e3) * costs.worth(length, 1e3)
         assert one.progress == pytest.approx(rate / 50 * worth)
         assert one.rate == pytest.approx(rate / 137.5)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_a_round_of_whole_batches_is_as_long_as_the_slowest_replica_needs(overlap):
+    """Of one step of that replica none runs beside a merge."""
+    costs = LocalCosts(MergeCost(6.0, overlap), 500.0)
+    *_, both = whole_options(np.array([30.0, 90.0]), costs)
+    assert both.round_ms == 90.0
+    progress = effective_ranks([3, 1]) ** -0.25 * 4 / 3 * 90 / 96 / (1 + 90 / 500) * costs.worth(90.0, 500.0)
+    assert both.progress == pytest.approx(progress)
+    che = jaxche.ElChe(3, tuner="progress").report_timing([30.0, 90.0, 300.0], [1, 1, 1], 6.0, 100.0)
+    assert che.round_ms < 90
+    assert active_counts(che, Choice(ApplyPolicy.CADENCE, 0, (True, True, False)), 100) == (3, 1, 0)
 
 
 BOTH = {"overlaps": (0.0, 0.5)}
@@ -442,7 +454,7 @@ def test_repr_leaves_the_reason_out():
         ((20, 20, 40, 80), 0.2, "exact sync of a batch in 7.5 ms"),
         ((20, 20, 20, 20), 1.0, "local steps that share batches in rounds of 20 ms"),
         ((20, 50), 100.0, "rank 0 alone"),
-        ((20, 20, 40, 80), 11.0, ""),
+        ((20, 20, 40, 80), 20.0, ""),
     ],
 )
 def test_a_cadence_of_whole_batches_is_compared_with_what_auto_would_choose(ms, sync_ms, line):
