@@ -74,6 +74,11 @@ class RankTimes:
         slope = min(max(slope, 0.05 * ms[0] / size[0]), ms[0] / size[0])
         return ms[0] - slope * size[0], slope
 
+    def scaled(self, ms: float, rows: float, wanted: float) -> float:
+        """The time of a step on ``wanted`` rows, where one on ``rows`` took ``ms``."""
+        fixed, slope = self.line if self.samples else (0.0, 1.0)
+        return ms * (fixed + slope * wanted) / (fixed + slope * rows)
+
     def _pushed(self, size: float, ms: float) -> tuple[Sample, ...]:
         """The samples with one more time of steps of ``size`` rows; a change of speed rescales the other sizes too."""
         found = dict(self.samples)

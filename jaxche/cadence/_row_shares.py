@@ -89,6 +89,14 @@ class RowShares:
         ranks = tuple(one.report(n, r, wall, round_ms) for one, n, r, wall in given)
         return replace(self, ranks=ranks, compile_ms=max(self.compile_ms, compile_ms))
 
+    def whole_ms(
+        self, steps: Sequence[int], rows: Sequence[float], batches: Sequence[float], wall_ms: Sequence[float]
+    ) -> list[float]:
+        """The time of each rank for a whole batch, by that for its steps on these rows of so many batches."""
+        ranks = self.ranks or (RankTimes(),) * len(steps)
+        given = zip(ranks, steps, rows, batches, wall_ms, strict=True)
+        return [one.scaled(wall / n, r / n, r / part) if n and r else 0.0 for one, n, r, part, wall in given]
+
     def due(self) -> tuple[bool, ...]:
         """Whether each rank is to be tried again, because it has long been idle."""
         return tuple(one.is_due for one in self.ranks)

@@ -345,7 +345,7 @@ def _report(
     wall_ms, reported = table.wall_ms, counts
     if plan.shares:
         # A cadence counts whole batches: report the time that one would have taken.
-        wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
+        wall_ms = state.row_shares.whole_ms(counts, table.examples.tolist(), plan.batches, wall_ms)
         is_whole, reported = True, [min(n, 1) for n in counts]
     last_merge_ms = table.last_merge_ms if is_whole else 0.0
     moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms

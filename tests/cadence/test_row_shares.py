@@ -175,6 +175,19 @@ def test_a_rank_that_was_slow_from_the_start_is_tried_with_the_equal_parts_of_th
     assert min(later.rows) > 8
 
 
+def test_the_time_of_a_whole_batch_follows_from_that_of_a_step_on_some_rows():
+    """A part of a step does not depend on its rows, once steps of two sizes are measured."""
+    steps, rows, batches = (2, 2, 0), (8, 24, 0), (0.5, 1.5, 0.0)
+    wall = [2 * (10 + 1.0 * 4), 2 * (10 + 0.5 * 12), 0.0]
+    assert RowShares().whole_ms(steps, rows, batches, wall) == pytest.approx([14 * 4, 16 * 4 / 3, 0])
+    shares = RowShares()
+    for size in (BATCH, BATCH, BATCH, 4):
+        shares = shares.report([1] * 3, [size] * 3, [10 + slope * size for slope in (1.0, 0.5, 0.5)])
+    assert shares.whole_ms(steps, rows, batches, wall) == pytest.approx([26, 18, 0])
+    twice = [2 * one for one in wall]  # it has become slower
+    assert shares.whole_ms(steps, rows, batches, twice) == pytest.approx([52, 36, 0])
+
+
 def test_little_time_is_not_worth_a_compilation():
     assert run((0.2, 0.5), 0.0, 32)[0].rows == ()
 
