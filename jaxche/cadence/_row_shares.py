@@ -124,10 +124,12 @@ class RowShares:
     ) -> RowShares:
         """The shares of ``joined`` batches, unchanged if others gain little; all but one are multiples of ``unit``.
 
-        A share of more than its ``max_rows`` takes a rank several steps.
+        A share of more than its ``max_rows`` takes a rank several steps. Of fewer rows than ranks, those that are to be
+        measured get one each.
         """
+        is_few = unit == 1 and joined * batch_rows < len(self.ranks)
         if not self.is_measured:
-            return self
+            return self._measuring([not one.is_measured for one in self.ranks], joined, batch_rows) if is_few else self
         fixed, slope = self.fit()
         most = np.array(max_rows if max_rows is not None else [math.inf] * len(fixed))
 
@@ -150,6 +152,8 @@ class RowShares:
         ]
         if tried := [one for one in compiled if due and all(one.rows[rank] for rank in due)]:
             return self._taking(min(tried, key=round_ms))
+        if due and is_few:
+            return self._measuring(self.due(), joined, batch_rows)
         # First those whose programs are compiled.
         known = min(compiled, key=round_ms, default=None)
         if known is not None and round_ms(known) <= _limit(now, gain):
@@ -192,6 +196,12 @@ class RowShares:
         if self.rows and more.get(self.joined, math.inf) <= _KEPT:
             return self.joined
         return next((n for n, one in more.items() if one <= _SMALLER), 0)
+
+    def _measuring(self, wanted: Sequence[bool], joined: int, batch_rows: int) -> RowShares:
+        """Shares of one row, first for the ranks that are wanted."""
+        first = np.argsort(np.logical_not(wanted), kind="stable")[: joined * batch_rows]
+        rows = tuple(np.isin(range(len(wanted)), first).astype(int).tolist())
+        return self._taking(Split(rows, rows, joined))
 
     def _taking(self, split: Split) -> RowShares:
         return replace(self, rows=split.rows, steps=split.steps, joined=split.joined)

@@ -175,6 +175,19 @@ def test_a_rank_that_was_slow_from_the_start_is_tried_with_the_equal_parts_of_th
     assert min(later.rows) > 8
 
 
+def test_fewer_rows_than_ranks_measure_all_of_them():
+    """Fast ranks that had no row at the start get one, and so does one that was slow for a while."""
+    ms, shares, seen = [80.0, 40.0, 80.0, 20.0, 20.0], RowShares((1, 1, 0, 0, 0), (1, 1, 0, 0, 0), 1), []
+    for round in range(1200):
+        speeds = [4.0, *ms[1:]] if round > 300 else ms
+        wall = [n * one / 2 for one, n in zip(speeds, shares.rows, strict=True)]
+        shares = shares.report(shares.steps, shares.rows, wall).split(1, 2)
+        seen.append(shares.rows)
+    assert seen[12] == seen[30] == (0, 0, 0, 1, 1)
+    assert seen[-1] == (2, 0, 0, 0, 0)
+    assert all(sum(rows) == 2 for rows in seen)
+
+
 def test_the_time_of_a_whole_batch_follows_from_that_of_a_step_on_some_rows():
     """A part of a step does not depend on its rows, once steps of two sizes are measured."""
     steps, rows, batches = (2, 2, 0), (8, 24, 0), (0.5, 1.5, 0.0)
