@@ -84,8 +84,8 @@ def options(
     R = T / (T + C) is the share of the time that is not spent on merges; with overlap C is what a merge adds, and
     D = 0.96 / (1 + f T / τ) what steps beside merges are worth, f the part of a round beside one; 1 without overlap.
     Replicas that share k batches in each step take ρ times as many steps in the same time, in the mean square over
-    batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Some of the replicas alone are then an option if they
-    make more progress than all on whole batches, however these merge.
+    batches: ρ² = (Σ v)³ / Σ v³ / k². They move as much faster. Whole batches are then an option only if such steps make
+    less progress than the fastest replica alone, or some of the replicas more than all of them, however these merge.
 
     Args:
       shares: the measured speeds.
@@ -101,11 +101,12 @@ def options(
     whole = [whole_options(ms, costs) for costs in local_costs]
     if not shared:
         return [*found, *itertools.chain.from_iterable(whole)]
+    sharing = [_shared_option(ms, cuts[shared], shared, costs) for costs in local_costs]
     all_ranks = max(own[-1].progress for own in whole)
-    for costs, own in zip(local_costs, whole, strict=True):
-        found.append(_shared_option(ms, cuts[shared], shared, costs))
+    is_dear = max(one.progress for one in sharing) < max(own[0].progress for own in whole)
+    for each, own in zip(sharing, whole, strict=True):
         best = max(own, key=lambda one: one.progress)
-        found += [best] if best.progress > all_ranks else []
+        found += [each, best] if is_dear or best.progress > all_ranks else [each]
     return found
 
 

@@ -67,6 +67,15 @@ def test_local_steps_share_batches_where_rounds_are_short():
     assert whole.reason.startswith("local steps in rounds of ")
 
 
+def test_steps_that_share_batches_are_not_chosen_where_the_fastest_alone_makes_more_progress():
+    """Then all on whole batches are an option, too."""
+    now = Choice(ApplyPolicy.CADENCE, 1)
+    assert chosen((20,) * 4, 40.0, 1e3, now, round=20).joined == 1
+    whole = chosen((20,) * 4, 200.0, 1e3, now, round=20)
+    assert (whole.policy, whole.joined, whole.active) == (ApplyPolicy.CADENCE, 0, ())
+    assert "1.59 times the progress of the fastest alone" in whole.reason
+
+
 def test_a_change_to_whole_batches_is_tried_for_some_rounds():
     now, arguments = Choice(ApplyPolicy.CADENCE, 1, since=3), ((20, 20, 40, 80), 40.0, 1e4)
     changed = chosen(*arguments, now=now, round=20, fixed=15.0)
@@ -88,7 +97,7 @@ def test_how_fast_replicas_move_is_measured_in_the_present_kind_of_steps():
     assert more_steps(np.ones(4), 2) == pytest.approx(2)
     # A batch is on the fast one with probability 5/7: 3.5 steps of both in the time of 1 and 0.4.
     assert more_steps(np.array([1.0, 0.4]), 1) == pytest.approx(1.4 / math.sqrt((1 + 0.4**3) / 1.4))
-    shares, che = measured((20,) * 4, 100.0, 1500.0)
+    shares, che = measured((20,) * 4, 30.0, 1500.0)
     alone = Choice(ApplyPolicy.CADENCE, 0, (True, False, False, False))
     found = [choose(now, shares, che, BATCH, 10) for now in (Choice(ApplyPolicy.CADENCE, 1), alone)]
     told = [float(re.search(r"([\d.]+) times the progress", choice.reason)[1]) for choice in found]
