@@ -118,7 +118,7 @@ def test_an_error_in_the_data_keeps_its_frames(problem):
 
 
 def test_an_unexpected_error_keeps_all(problem, monkeypatch):
-    monkeypatch.setattr("jaxche.training._engine.epoch_size", None)
+    monkeypatch.setattr("jaxche.training._start_checks.epoch_size", None)
     error = caught(problem, call="round")
     assert isinstance(error, TypeError)
     assert any(file.startswith(OWN) for file, _ in frames(error))
