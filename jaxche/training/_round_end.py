@@ -44,6 +44,9 @@ from jaxche.training._non_finite import NonFiniteLossError, non_finite_error
 from jaxche.training._plan import PlannedRound
 from jaxche.training._state import TrainerState
 
+# The time of a merge that costs nothing on a virtual fleet: 0 stands for one that is not known.
+_FREE_MS = 1e-6
+
 
 class PlanMismatchError(RuntimeError):
     """The hosts planned different rounds: their code, data length, seed or measurements differ.
@@ -272,7 +275,8 @@ def fleet_times(
         exchange_ms, sent = fleet.exchange_cost_ms, tuple(map(min, planned.sent_after or table.counts, table.counts))
         exposed = exposed_exchange_ms(table.busy_ms, table.counts, sent, exchange_ms)
         sync_ms = _waited_ms(planned, table) + exposed
-    return table, _round_times(planned, table, sync_ms, exchange_ms)._replace(merge_ms=merge_ms)
+    times, known_ms = _round_times(planned, table, sync_ms, exchange_ms), max(merge_ms, _FREE_MS)
+    return table, times._replace(merge_ms=known_ms, last_merge_ms=0.0 if planned.overlap else known_ms)
 
 
 def _waited_ms(planned: PlannedRound, table: RoundStatistics) -> float:

@@ -55,8 +55,9 @@ def test_local_steps_share_batches(large, devices):
 
 
 @pytest.mark.slow
-def test_a_cheap_merge_keeps_exact_sync(large, devices):
-    one = trainer(large, devices, sync_ms=0.2)
+@pytest.mark.parametrize("sync_ms", [0.0, 0.2])
+def test_a_cheap_merge_keeps_exact_sync(large, devices, sync_ms):
+    one = trainer(large, devices, sync_ms=sync_ms)
     state, history = fit(one, large)
     assert {info.policy for info in history} == {"sync"}
     assert one.explain(state).startswith("exact sync of")

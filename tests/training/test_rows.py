@@ -10,7 +10,7 @@ import pytest
 
 import jaxche
 from jaxche.cadence import RoundPlan
-from jaxche.training import Checkpoints
+from jaxche.training import Checkpoints, _round_end
 
 FOUR = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=0.0)
 DEAR = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=11.0)
@@ -215,6 +215,12 @@ def test_a_limit_of_rows_makes_more_steps(make_problem, devices, close):
     close(one.params(state), single_device(problem, tx, 4, epochs=1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def merges_are_not_measured(monkeypatch):
+    """As at the start of a run: rounds keep the length that they are given, and "auto" takes exact sync."""
+    monkeypatch.setattr(_round_end, "_FREE_MS", 0.0)
+
+
 def local_steps(problem, devices, round_ms, fleet=FOUR, **options):
     """A trainer whose local steps share batches, in rounds of this length."""
     replicas, world = devices[: len(fleet.ms_per_batch)], len(fleet.ms_per_batch)
@@ -223,6 +229,7 @@ def local_steps(problem, devices, round_ms, fleet=FOUR, **options):
     return jaxche.Trainer(che=che, fleet=fleet, replicas=replicas, rows="speed", **options)
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 def test_local_steps_share_batches_by_speed(make_problem, devices):
     problem = make_problem(examples=16 * 61, batch_size=16)
     one = local_steps(problem, devices, 100.0)
@@ -238,6 +245,7 @@ def test_local_steps_share_batches_by_speed(make_problem, devices):
     assert np.median([info.efficiency for info in settled]) > 0.9
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 def test_rounds_of_other_lengths_need_no_other_programs(make_problem, devices):
     problem = make_problem(examples=16 * 61, batch_size=16)
     compiled = []
@@ -249,6 +257,7 @@ def test_rounds_of_other_lengths_need_no_other_programs(make_problem, devices):
     assert compiled == [8, 8]  # whole batches, and one share of each of four replicas
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 def test_local_steps_on_rows_replay_and_resume_bit_for_bit(make_problem, devices, same, tmp_path, told):
     problem = make_problem(examples=16 * 61 + 5, batch_size=16)
 
@@ -266,6 +275,7 @@ def test_local_steps_on_rows_replay_and_resume_bit_for_bit(make_problem, devices
     assert told(whole) == told(history)
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 def test_local_steps_on_parts_of_batches_count_in_schedules(make_problem, devices):
     problem = make_problem(examples=16 * 48, batch_size=16)
     schedule = optax.linear_schedule(0.1, 0.0, 48)
@@ -275,6 +285,7 @@ def test_local_steps_on_parts_of_batches_count_in_schedules(make_problem, device
     assert sum(info.batches for info in history) == 48
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_updates_from_parts_of_several_batches_count_in_schedules(make_problem, devices, overlap):
     """Before replicas share batches they take different numbers, so that each updates after other steps than others."""
@@ -288,6 +299,7 @@ def test_updates_from_parts_of_several_batches_count_in_schedules(make_problem, 
     assert counts == [[31, 31], [31, 31]]  # of 32 from 128 batches: the first ones were not shared
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 @pytest.mark.parametrize("batches", [95, 97])
 def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devices, batches):
     """A part of each step does not depend on its rows, so that a step has two batches; an epoch has an odd number."""
@@ -302,6 +314,7 @@ def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devic
     assert last.joined % 2
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 def test_where_small_steps_take_long_replicas_take_whole_batches(make_problem, devices):
     problem = make_problem(examples=16 * 95, batch_size=16)
     fleet = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=0.0, fixed_ms=15.0)
@@ -408,6 +421,7 @@ def test_auto_joins_batches_of_unlike_shapes(devices):
     assert any(info.joined == 2 and info.shares for info in history)
 
 
+@pytest.mark.usefixtures("merges_are_not_measured")
 @pytest.mark.parametrize("policy", ["sync", "auto"])
 def test_on_islands_batches_of_unlike_shapes_are_refused_with_the_line(devices, policy):
     strategy = jaxche.NoShard()
