@@ -336,6 +336,6 @@ def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
     beside = f" beside the first {best.overlap:.0%} of the next round" if best.overlap else ""
     out = f"; ranks {idle} would add nothing: leave them out, or give them evaluation" if idle else ""
     return (
-        f"{_described(best)} and {sync_ms:.3g} ms to merge{beside}: {best.rate:.0%} of the summed speed, "
+        f"{_described(best)} and {round(sync_ms, 4):.3g} ms to merge{beside}: {best.rate:.0%} of the summed speed, "
         f"{best.progress:.2f} times the progress of the fastest alone ({others}){out}"
     )

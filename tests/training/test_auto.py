@@ -60,7 +60,7 @@ def test_a_cheap_merge_keeps_exact_sync(large, devices, sync_ms):
     one = trainer(large, devices, sync_ms=sync_ms)
     state, history = fit(one, large)
     assert {info.policy for info in history} == {"sync"}
-    assert one.explain(state).startswith("exact sync of")
+    assert one.explain(state).startswith(f"exact sync of a batch in 7.5 ms and {sync_ms:g} ms to merge")
 
 
 def test_replicas_that_add_nothing_are_idle(large, devices):
