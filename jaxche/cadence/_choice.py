@@ -254,7 +254,7 @@ def _expected(
     fast = min(ms for ms in che.ms_per_batch if ms)
     cuts, shared = shares.cuts(batch_rows, unit), 0
     if TUNERS[che.tuner].chooses_round_ms:
-        shared = (shares if now.is_local else shares.without()).fewest_joined(batch_rows, unit, cuts)
+        shared = (shares if now.is_local else shares.without()).best_joined(batch_rows, unit, cuts)
     more = 1.0
     if shared and (now.joined or not now.is_local):  # measured while they share batches, or to be tried so
         fixed, slope = shares.fit()

@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxche.cadence._round_plan import ApplyPolicy
-from jaxche.cadence._row_shares import Cut, RowShares
+from jaxche.cadence._row_shares import AT_ONCE, Cut, RowShares
 from jaxche.cadence._shared_steps import best_shared_steps, effective_ranks, more_steps, shared_worth
 from jaxche.cadence._tuner_progress import MergeCost, best_round_ms
 
-# An update from k batches makes as much progress as k ** _AT_ONCE updates from one; so do k replicas of equal speed
-# that take a step each and merge. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
-_AT_ONCE = 0.75
 # Progress of local steps beside merges, relative to steps that wait for them: moments are not merged. It falls further
 # with the time until the result of a merge comes in.
 _BESIDE = 0.96
@@ -118,7 +115,7 @@ def _sync_options(ms: np.ndarray, cuts: Mapping[int, Cut], sync_ms: float) -> li
     most = math.ceil(fast * summed - 1e-9)
     return [
         Option(
-            ApplyPolicy.SYNC, k, (), k**_AT_ONCE / (wall + sync_ms) * fast, k / (wall + sync_ms) / summed, round_ms=wall
+            ApplyPolicy.SYNC, k, (), k**AT_ONCE / (wall + sync_ms) * fast, k / (wall + sync_ms) / summed, round_ms=wall
         )
         for k, (_, wall) in cuts.items()
         if k <= most
@@ -133,7 +130,7 @@ def _shared_option(ms: np.ndarray, cut: Cut, shared: int, costs: LocalCosts) -> 
     number = best_shared_steps(merge, tau, alike, wall)
     length = number * wall
     rate = shared / wall * length / (length + merge.added_to([length], [number]))
-    worth = shared ** (_AT_ONCE - 1) * shared_worth(length, tau, alike) * costs.worth(length, tau)
+    worth = shared ** (AT_ONCE - 1) * shared_worth(length, tau, alike) * costs.worth(length, tau)
     return Option(ApplyPolicy.CADENCE, shared, (), rate * worth * fast, rate / speed.sum(), length, merge.overlap)
 
 
@@ -146,6 +143,8 @@ def whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
     slow = ms[order]
     speed = 1 / slow
     summed = np.cumsum(speed)  # of the m fastest, and so are all arrays
+    # k replicas of equal speed that take a step each and merge make as much progress as an update from k batches.
+    # Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
     alike = summed**2 / np.cumsum(speed**2)
     steps = max(best_round_ms(merge, tau), fast) / slow
     numbers = [np.floor(steps), np.ceil(steps)]
@@ -154,7 +153,7 @@ def whole_options(ms: np.ndarray, costs: LocalCosts) -> list[Option]:
     numbers = np.maximum(1, numbers)
     walls = numbers * slow
     rate = walls / (walls + merge.added_to_steps(numbers, slow))
-    worths = rate * alike ** (_AT_ONCE - 1) / (1 + walls / tau) * costs.worth(walls, tau)
+    worths = rate * alike ** (AT_ONCE - 1) / (1 + walls / tau) * costs.worth(walls, tau)
     best = worths.argmax(0), np.arange(len(ms))
     rates, lengths = summed * rate[best], walls[best].tolist()
     progress = summed * worths[best] * fast

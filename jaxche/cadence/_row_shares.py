@@ -15,8 +15,10 @@ from jaxche.messages import per_rank
 # The shares change if that makes the round shorter by this part of it and by this number of ms. The first change needs
 # more, so that equal devices whose times jitter keep whole batches.
 _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
-# How much longer a batch may take in smaller local steps: at first, and later.
-_SMALLER, _KEPT = 0.10, 0.15
+# An update from k batches makes as much progress as k ** AT_ONCE updates from one.
+AT_ONCE = 0.75
+# How much longer a batch may take in smaller local steps, and the gain in progress from another number of batches.
+_LONGER, _MORE = 0.5, 1.05
 # Shares that are stored because their programs are compiled.
 _USED = 8
 # Numbers of joined batches that are compared: all of these, then each an eighth larger than the one before.
@@ -180,22 +182,26 @@ class RowShares:
             found[n] = Cut(rows, float((fixed + slope * rows)[rows > 0].max()))
         return found
 
-    def fewest_joined(self, batch_rows: int, unit: int = 1, cuts: Mapping[int, Cut] | None = None) -> int:
-        """The fewest batches that local steps of all ranks should share; 0 if each rank should take whole batches.
+    def best_joined(self, batch_rows: int, unit: int = 1, cuts: Mapping[int, Cut] | None = None) -> int:
+        """The number k of batches that local steps of all ranks should share; 0 if each rank takes whole batches.
 
-        Fewer batches make more steps, and no step is larger than a batch. They take longer a batch: by the part of a
-        step that does not depend on its rows, and because rows are whole. So the number is the smallest that takes at
-        most 10 % longer than the best, and stays while it takes at most 15 % longer. Rows of different shapes are not
-        shared: each cut of a batch would need programs of its own. ``cuts`` are those of :meth:`cuts`.
+        The k of most progress, k^0.75 / T_k. Fewer batches make more steps. They take longer a batch: by the part of a
+        step that does not depend on its rows, and because rows are whole. The present number stays while no other has
+        5 % more progress. No step is larger than a batch, and a batch takes at most half longer than with the best
+        number. Rows of different shapes are not shared: each cut of a batch would need programs of its own. ``cuts``
+        are those of :meth:`cuts`.
         """
         if self.shapes_differ or not self.is_measured:
             return 0
         cuts = cuts or self.cuts(batch_rows, unit)
-        best = min(cut.ms / n for n, cut in cuts.items())
-        more = {n: cut.ms / n / best - 1 for n, cut in cuts.items() if cut.rows.max() <= batch_rows}
-        if self.rows and more.get(self.joined, math.inf) <= _KEPT:
+        longest = (1 + _LONGER) * min(cut.ms / n for n, cut in cuts.items())
+        progress = {
+            n: n**AT_ONCE / cut.ms for n, cut in cuts.items() if cut.ms / n <= longest and cut.rows.max() <= batch_rows
+        }
+        most = max(progress.values(), default=0.0)
+        if self.rows and progress.get(self.joined, 0.0) > most / _MORE:
             return self.joined
-        return next((n for n, one in more.items() if one <= _SMALLER), 0)
+        return next((n for n, one in progress.items() if one == most), 0)
 
     def _measuring(self, wanted: Sequence[bool], joined: int, batch_rows: int) -> RowShares:
         """Shares of one row, first for the ranks that are wanted."""

@@ -434,7 +434,7 @@ def next_shares(
     state = replace(state, choice=choice, che=che)
     joined = (choice and choice.joined) or rules.joined
     if rules.policy_of(state) is not ApplyPolicy.SYNC:
-        joined = shares.fewest_joined(batch_size, unit) if choice is None else choice.joined
+        joined = shares.best_joined(batch_size, unit) if choice is None else choice.joined
         # Tuners that choose no length of a round take whole batches.
         if not joined or not TUNERS[che.tuner].chooses_round_ms or shares.shapes_differ:
             return replace(state, row_shares=shares.without())

@@ -61,7 +61,7 @@ def test_local_steps_share_batches_where_rounds_are_short():
     assert (short.policy, short.joined) == (ApplyPolicy.CADENCE, 1)
     assert short.reason.startswith("local steps that share batches in rounds of ")
     # A part of a step does not depend on its rows, so steps are on two batches, or replicas take whole ones.
-    assert chosen((20,) * 4, 40.0, travel_ms=1e4, fixed=1.5).joined == 2
+    assert chosen((20,) * 4, 40.0, travel_ms=1e4, fixed=3.0).joined == 2
     whole = chosen((20, 20, 40, 80), 40.0, travel_ms=1e4, fixed=15.0)
     assert (whole.policy, whole.joined, whole.active) == (ApplyPolicy.CADENCE, 0, ())
     assert whole.reason.startswith("local steps in rounds of ")

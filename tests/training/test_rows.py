@@ -304,7 +304,7 @@ def test_updates_from_parts_of_several_batches_count_in_schedules(make_problem, 
 def test_steps_of_two_batches_leave_a_last_one_of_fewer_rows(make_problem, devices, batches):
     """A part of each step does not depend on its rows, so that a step has two batches; an epoch has an odd number."""
     problem = make_problem(examples=16 * batches, batch_size=16)
-    fleet = jaxche.VirtualFleet([20, 20, 20, 20], sync_ms=0.0, fixed_ms=1.5)
+    fleet = jaxche.VirtualFleet([20, 20, 20, 20], sync_ms=0.0, fixed_ms=3.0)
     _, history = fit(local_steps(problem, devices, 60.0, fleet), problem, epochs=1)
     *others, last = [info for info in history if info.shares]
     settled = [info for info in others if info.joined == 2 * info.counts[0]]
